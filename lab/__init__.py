@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks, fault drills and the policies that they use. Run from the repository; not installed with the package."""
+"""Benchmarks, fault drills and the policies that they use. They run from the repository and are not part of the package."""

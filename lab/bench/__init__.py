@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts compared side by side: time, tokens, overhead, placement, racing, and the simulator against this machine."""
+"""Compares rollouts side by side: time, tokens, overhead, placement, racing, and the simulator with this machine."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance table: the same drafter with weights, and those that read text, drafting in every way that there is.
+"""Measures the acceptance table: the same model drafter, and text drafters, in every way of drafting.
 
-All rows draft `bench.acceptance_k` tokens for every request in every step, so that they can be compared; no time is measured.
+All rows draft `bench.acceptance_k` tokens for every request in every step, so that they can be compared. No time is measured.
 """
 
 import itertools
@@ -32,7 +32,7 @@ NUM_STEPS = 2
 
 
 def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
-    """A row for each way of drafting: share of drafts accepted up to each position, and tokens a step."""
+    """Returns a row for each way of drafting: share of drafts accepted up to each position, and tokens per step."""
     model = Path(config.policy.model_name)
     task = build_task(config.data, load_tokenizer(model))
     steps = (step_prompts(config, i, task).requests for i in range(NUM_STEPS))
@@ -60,7 +60,7 @@ def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
-    """The rows, for a terminal."""
+    """Returns the rows as a table for a terminal."""
     table = new_table("drafts accepted, with all before them, by position")
     positions = len(rows[0]["accepted_by_position"])
     for name in ("drafting", *map(str, range(1, positions + 1)), "tok/step", "tokens equal"):
@@ -73,7 +73,7 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
-    """Under our sampler: plain first, which the others are compared with."""
+    """Returns the ways under our sampler. Plain comes first, because the others are compared with it."""
     generation = config.policy.generation
     k = config.bench.acceptance_k
     block = generation.specrollout
@@ -92,7 +92,7 @@ def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
 
 
 def _ways_of_vllm(config: RunConfig) -> dict[str, GenerationConfig]:
-    """vLLM's own two ways, under vLLM's own rejection sampler: other samples of the same policy."""
+    """Returns vLLM's own two ways. vLLM's rejection sampler draws other samples of the same policy."""
     generation = config.policy.generation
     drafter = generation.specrollout.model_drafter
     assert drafter is not None

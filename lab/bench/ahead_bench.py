@@ -4,14 +4,16 @@
     python -m lab.bench.ahead_bench CONFIG --out DIR [--rates 1e-6,2e-5] [--lengths 256,2048] [--free-texts 8] [key=value ...]
 
 CONFIG is one of the local runner. For each learning rate the policy takes two steps of GRPO. Then an engine decodes the same
-requests with the weights of the start, after one step and after two. Requests of the config end where they end; free text has
-the greatest length. Texts of older weights are drafts for the newer, so the figures come from the engine's own use.
+requests with the weights of the start, after one step and after two. Responses to the config's requests end by themselves, and
+free text always has the greatest length. Texts of older weights are drafts for the newer, so the figures come from the
+engine's own use.
 
-The gap of a token is the best perturbed score less the second-best, under the older weights, which know it while they make the
-text. It is recomputed by a forward pass of the same weights with the same noise, and the share of tokens for which that pass
-has the engine's own is reported. A branch begins with the runner-up of a token. Branches are chosen by `BranchChoice` with the
-`FlipModel` that has learned from the run's first update; for the first update itself it has learned nothing. The numbers 1, 2
-and 4 are branches of each text; best first, there are as many as four for each text, and any text may have more.
+The gap of a token is the best perturbed score minus the second-best, under the older weights, which know it while they make
+the text. It is recomputed by a forward pass of the same weights with the same noise. The bench reports the share of tokens for
+which that pass samples the engine's token. A branch begins with the runner-up of a token. `BranchChoice` chooses the branches
+with the `FlipModel` that has learned from the run's first update. For the first update itself the model has learned nothing.
+The numbers 1, 2 and 4 are branches of each text. With "best first" there are four per text on average, and any text may have
+more.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -51,7 +53,7 @@ Weights = dict[str, torch.Tensor]
 STEP = 1_000
 # Each pair of weights whose texts are compared: updates before the older, updates before the newer.
 PAIRS = ((0, 1), (1, 2), (0, 2))
-# Drafts a step of the replay: the default of `run_ahead.most_drafts`, and what four requests may have in a step of 1,024 rows.
+# Drafts per step of the replay: the default of `run_ahead.most_drafts`, and those of four requests in a step of 1,024 rows.
 K, K_OF_FEW = 32, 256
 # Branches of each text.
 NUM_BRANCHES = (0, 1, 2, 4)
@@ -97,7 +99,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def replayed_steps(truth: Sequence[int], draft: Sequence[int], k: int) -> int:
-    """Returns the steps that make `truth` with up to `k` drafts a step from the same position of `draft`."""
+    """Returns the number of steps that make `truth` with up to `k` drafts per step from the same position of `draft`."""
     at = steps = 0
     while at < len(truth):
         at += common(truth[at : at + k], draft[at : at + k]) + 1
@@ -122,7 +124,7 @@ def agreement(truths: Tokens, drafts: Tokens) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a set of weights has made of the requests of each kind, with the ties of these texts under the same weights."""
+    """The responses of a set of weights to each kind of requests, with their near-ties under the same weights."""
 
     texts: dict[str, Tokens]
     ties: dict[str, list[Ties]]
@@ -157,7 +159,7 @@ class AheadBench:
         return Decoded(texts, self.ties(weights, texts))
 
     def ties(self, weights: Weights, texts: dict[str, Tokens]) -> dict[str, list[Ties]]:
-        """Returns the ties of texts of each kind under given weights."""
+        """Returns the near-ties of texts of each kind under given weights."""
         self._finder.load_weights(iter(weights.items()))
         return {
             kind: [
@@ -173,7 +175,7 @@ class AheadBench:
         return [rollout.token_ids for rollout in self._engine.generate(requests)]
 
     def rows(self, rate: float, weights: Iterator[Weights], start: list[Decoded]) -> Iterator[dict[str, Any]]:
-        """Yields the rows of a learning rate; `start` has what the weights at the start have made, and gets it first."""
+        """Yields the rows of a learning rate. `start` holds the responses of the first weights, and is filled if empty."""
         held = [next(weights)]
         if not start:
             start.append(self.decode(held[0], {}))
@@ -196,7 +198,7 @@ class AheadBench:
 
 
 def pairs_of(older: Decoded, newer: dict[str, Tokens], of_newer: dict[str, list[Ties]]) -> dict[str, list[TextPair]]:
-    """Returns the pairs of texts of each kind. `of_newer` has the ties of the newer texts under the older weights."""
+    """Returns the pairs of texts of each kind. `of_newer` has the near-ties of the newer texts under the older weights."""
     return {
         kind: [
             TextPair(np.array(a, np.int32), np.array(b, np.int32), *ties)
@@ -207,7 +209,7 @@ def pairs_of(older: Decoded, newer: dict[str, Tokens], of_newer: dict[str, list[
 
 
 def partings(pairs: Sequence[TextPair]) -> dict[str, Any]:
-    """Returns where texts part: figures of their first flips, and the number of all."""
+    """Returns where texts part, as figures of their first flips and the number of all flips."""
     parted = [(pair, pair.flips[0]) for pair in pairs if pair.flips]
     gaps = [pair.of_newer.gap_P for pair in pairs]
     ranks = [
@@ -228,7 +230,7 @@ def partings(pairs: Sequence[TextPair]) -> dict[str, Any]:
 
 
 def branched(pairs: Sequence[TextPair], flips: FlipModel) -> dict[str, Any]:
-    """Returns what branches foresee, by their number for each text and best first, and the model's scale in nats."""
+    """Returns what branches foresee, by their number per text and for "best first", and the flip model's scale in nats."""
     followed = {str(n): [num_followed([pair], flips, n, 1 + n)[0] for pair in pairs] for n in NUM_BRANCHES}
     followed[BEST_FIRST] = num_followed(pairs, flips, NUM_BRANCHES[-1], MOST_PATHS)
     return {"scale": flips.scale, "branches": {name: foreseen(pairs, numbers) for name, numbers in followed.items()}}

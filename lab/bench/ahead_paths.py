@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a new text is foreseen by a text of older weights with branches at its near-ties. No engine, no clock.
+"""Computes how much of a new text is foreseen by a text of older weights with branches at its near-ties. Needs no engine.
 
-Older weights would sample a token after each beginning of the *new* text, and noise depends on the position alone. So the
-places where that token is not the new text's are all the places where an update has changed it, and a branch that begins with
-the new token there goes on as the new text up to the next such place. No branch has to be decoded to know it.
+Older weights would sample some token after each beginning of the *new* text, and noise depends on the position alone. The
+update has changed the text exactly where that token differs from the new text's. A branch that begins with the new token at
+such a place continues like the new text up to the next such place. So no branch has to be decoded.
 
 Shapes: P tokens of the older text, N tokens of the newer one.
 """
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class TextPair:
-    """The texts that older and newer weights sample for a request, and the ties of both under the older weights."""
+    """The texts that older and newer weights sample for a request, and the near-ties of both under the older weights."""
 
     older_P: Array
     newer_N: Array
@@ -32,24 +32,24 @@ class TextPair:
     of_newer: Ties
 
     def cut(self, length: int | None) -> "TextPair":
-        """Returns the first `length` tokens of both; None for all."""
+        """Returns the first `length` tokens of both texts, or all if `length` is None."""
         return TextPair(
             self.older_P[:length], self.newer_N[:length], self.of_older.cut(length), self.of_newer.cut(length)
         )
 
     @cached_property
     def flips(self) -> list[int]:
-        """Positions at which older weights sample another token after the same beginning of the newer text."""
+        """Returns the positions at which older weights sample another token after the same beginning of the newer text."""
         return list(np.flatnonzero(self.of_newer.token_P != self.newer_N).tolist())
 
     @property
     def parting(self) -> int | None:
-        """Position of the first flip, where the two texts part; None if they do not."""
+        """Returns the position of the first flip, where the two texts part, or None if they do not."""
         return self.flips[0] if self.flips else None
 
     @property
     def compared_P(self) -> Array:
-        """Gaps of the positions whose token is known under both weights, up to the first flip."""
+        """Returns the gaps of the positions whose token is known under both weights, up to the first flip."""
         return self.of_newer.gap_P[: None if self.parting is None else self.parting + 1]
 
     def flips_to_runner_up(self, flips: Sequence[int]) -> int:
@@ -59,8 +59,8 @@ class TextPair:
     def drafted_N(self, num_flips: int) -> Array:
         """Returns for each token of the newer text whether it is drafted right if branches follow its first `num_flips` flips.
 
-        The token of a flip is not, because a request follows its path until a token tells that it is another's. Behind a flip
-        without a branch it is right where the older text has the same token at the same position.
+        The token of a flip is not, because a request follows its path until a token shows that another path is right. After a
+        flip without a branch, a token is right where the older text has the same token at the same position.
         """
         right_N = np.zeros(len(self.newer_N), bool)
         first = self.flips[num_flips] if num_flips < len(self.flips) else len(self.newer_N)
@@ -71,10 +71,10 @@ class TextPair:
         return right_N
 
     def after(self, position: int, num_flips: int) -> tuple[Array, list[int]]:
-        """Returns gaps and runners-up of a branch behind `position`.
+        """Returns gaps and runners-up of a branch after `position`.
 
-        It is the newer text up to the flip of number `num_flips`. What it is from there on is not known without decoding it,
-        so the older text's ties stand for its own, which matters only for which other branches get a slot. A branch that the
+        The branch equals the newer text up to the flip of number `num_flips`. Its later tokens are not known without decoding,
+        so the older text's ties replace its own, which matters only for which other branches get a slot. A branch that the
         newer text does not take (`num_flips` is -1) has no token in common with it, and is treated in the same way.
         """
         known = position + 1
@@ -114,7 +114,7 @@ def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int,
 
 
 def num_steps(drafted_N: Array, k: int) -> int:
-    """Returns the steps that make a text of which these tokens are drafted right, with up to `k` drafts a step."""
+    """Returns the number of steps for a text of which these tokens are drafted right, with up to `k` drafts per step."""
     at = steps = 0
     while at < len(drafted_N):
         wrong = np.flatnonzero(~drafted_N[at : at + k])
@@ -124,5 +124,5 @@ def num_steps(drafted_N: Array, k: int) -> int:
 
 
 def learn(flips: FlipModel, pairs: Sequence[TextPair]) -> None:
-    """Lets a model learn from an update, of which these are the texts before and after."""
+    """Lets a model learn from an update. `pairs` are the texts before and after it."""
     flips.observe(np.concatenate([pair.compared_P for pair in pairs]), sum(bool(pair.flips) for pair in pairs))

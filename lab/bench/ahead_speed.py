@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures rollouts whose texts were made ahead, against plain decoding and against what is possible.
+"""Measures rollouts whose texts were made ahead, and compares them with plain decoding and with what is possible.
 
     python -m lab.bench.ahead_speed CONFIG --out DIR [--rounds 4] [--ways plain run_ahead] [--updated] [key=value ...]
 
 CONFIG is one of the local runner. Engines take turns with the same requests: without drafters, with text drafters, with
 `run_ahead` but without texts, with `run_ahead` and requests of the next step beside these, and with texts made ahead. These
 are the responses of the first engine, all of them right. With `--updated` the policy takes a step of GRPO first, and older
-weights make the texts and their branches. A batch drains, or is constant: then all responses have the same length. What is
-possible follows from the step times that the last engine has measured: each step verifies as many right drafts of each
-request as make the most tokens a second.
+weights make the texts and their branches. A batch drains, or it is constant, and then all responses have the same length. What
+is possible follows from the step times that the last engine has measured, if each step verifies as many right drafts of each
+request as make the most tokens per second.
 """
 
 import statistics
@@ -48,7 +48,7 @@ BLOCKS = {
 }
 SLICE_S = 1.0
 DRAINING = 0
-"""Workload whose batch drains; other numbers are requests of a constant batch."""
+"""Workload whose batch drains. Other numbers are requests of a constant batch."""
 LENGTH = 256
 """Tokens of each response in a constant batch."""
 WARM_UP_ROUNDS = 1
@@ -63,16 +63,16 @@ class Timed:
     num_steps: int = 0
     """Engine steps."""
     num_early: int = 0
-    """Tokens that were made for coming requests meanwhile."""
+    """Tokens that were made for coming requests during the rollout."""
     delay_s: float = 0.0
-    """Seconds that these have cost the rollout by the measured prices."""
+    """Seconds that these tokens have cost the rollout by the measured prices."""
 
 
 class AheadSpeed:
     """Owns the engines."""
 
     def __init__(self, config: RunConfig, ways: Sequence[str], weights: Sequence[Weights] = ()) -> None:
-        """`weights` are those that make texts and those after the update; none if the texts are the responses themselves."""
+        """Starts the engines. `weights` make the texts, then the responses. Without them, the texts are the responses."""
         model = Path(config.policy.model_name)
         generation = config.policy.generation
         self._config = config
@@ -88,7 +88,7 @@ class AheadSpeed:
         self._rolling = {way: self._engines[way].rolling() for way in (BESIDE, AHEAD) if way in ways}
 
     def round(self, batch: int) -> dict[str, Timed]:
-        """Rolls out new requests in each engine. Steps are never repeated: drafters would remember the responses."""
+        """Rolls out new requests in each engine. Steps are never repeated, because drafters would remember the responses."""
         requests = self._requests(self._step, batch)
         self._step += 1
         brought = self._with_older_texts(requests) if AHEAD in self._engines and self._weights else requests
@@ -108,7 +108,7 @@ class AheadSpeed:
         return timed
 
     def _beside(self, requests: Sequence[RolloutRequest], coming: Sequence[RolloutRequest]) -> Timed:
-        """Rolls out while coming requests may use free slots. What they make is dropped."""
+        """Rolls out while coming requests may use free slots. Drops the texts that they make."""
         self._rolling[BESIDE].plan(self._early(coming), FlipModel().scale, 1.0)
         timed = self._roll_out(BESIDE, requests)
         figures = self._rolling[BESIDE].end(keeps_cache=True).figures
@@ -143,7 +143,7 @@ class AheadSpeed:
         return Timed(time.perf_counter() - started, rollouts, engine.num_steps - num_steps)
 
     def possible(self, lengths: Sequence[int]) -> float:
-        """Returns the ratio of plain decoding and of verifying right drafts, both by the measured step times."""
+        """Returns the time of plain decoding divided by that of verifying right drafts, both by the measured step times."""
         costs = self._engines[AHEAD].run_in_worker(lambda worker: worker.specrollout_router.policy.costs)
         most = BLOCKS[AHEAD].most_drafts
         return drained_s(costs, lengths, 0) / drained_s(costs, lengths, most)
@@ -192,7 +192,7 @@ def row_of(batch: int, rounds: Sequence[dict[str, Timed]], possible: Sequence[fl
 
 
 def ratio(rounds: Sequence[dict[str, Timed]], way: str, other: str) -> float | None:
-    """Returns how many times as long a way takes as another, the median over rounds; None if either was not measured."""
+    """Returns the time of a way divided by that of another, the median over rounds, or None if either was not measured."""
     if {way, other} <= rounds[0].keys():
         return statistics.median(r[way].seconds / r[other].seconds for r in rounds)
     return None

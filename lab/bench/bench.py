@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench: every way of rolling out the same requests, interleaved, under the same clock.
+"""Runs the bench, which times every way of rolling out the same requests in turns.
 
-All rows sample with the same noise and so make the same tokens, but for vLLM's own speculation at a temperature above 0;
-seconds a token are compared. Within a round the rows take turns of a fifth of a second or so; speedups are of rounds.
+All rows sample with the same noise and so make the same tokens, except for vLLM's own speculation at a temperature above 0.
+Rows are compared by seconds per token. Within a round the rows take turns of about a fifth of a second. Speedups are computed
+per round.
 """
 
 import itertools
@@ -31,18 +32,18 @@ from nemo_specrollout.config.drafter_configs import RandomDrafterConfig
 from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.storage.files import write_atomically
 
-# Rounds that only warm up: kernels compile, engines learn what steps cost.
+# Rounds that only warm up, in which kernels compile and engines learn what steps cost.
 WARM_UP_ROUNDS = 1
-# The worst case is a matter of one per cent, and single rounds differ by more, short ones by most: times `num_rounds`.
+# Factors of `num_rounds` for the worst case. It costs about one per cent, but single rounds, above all short ones, vary more.
 USELESS_ROUNDS, USELESS_ROUNDS_OF_FEW, FEW = 4, 8, 16
-# Requests of a round with a constant batch: what is left at its end, when nothing replaces who has ended, does not count.
+# Requests of a round with a constant batch. The end of the round, when nothing replaces ended requests, does not count.
 FULL_BATCHES, FEWEST_REQUESTS = 2, 4
 # Columns of a table that goes into a file.
 WIDTH_OF_LOGS = 132
 
 
 class BenchReport:
-    """Writes `bench*.json` and pictures and prints the tables, each as soon as it is known: a bench takes long."""
+    """Writes `bench*.json` and pictures, and prints the tables, each as soon as possible, because a bench takes long."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config = config
@@ -54,7 +55,7 @@ class BenchReport:
         """The rows of `bench.json`, of all workloads so far."""
 
     def draining(self, name: str, groups: Sequence[Sequence[Entrant]]) -> None:
-        """All rows have played the rounds of a workload."""
+        """Reports a workload whose rounds all rows have played."""
         found = figures_of(groups)
         self.rows += [{"workload": name, **row} for row in found]
         self._write("bench.json", self.rows)
@@ -62,12 +63,12 @@ class BenchReport:
         self.console.print(f"workload: {name}", style="bold")
         self.console.print(rollout_table(found))
         self.console.print(running_table(found))
-        # Ours is compared with the plain that it took turns with: the machine's speed changes between groups.
+        # Ours is compared with the plain row that it took turns with, because the machine's speed changes between groups.
         for line in sentences(found, group_with(OURS, groups)):
             self.console.print(line)
 
     def constant(self, groups: Mapping[int, Sequence[Sequence[Entrant]]]) -> None:
-        """All rows have played the rounds of these constant batches."""
+        """Reports constant batches whose rounds all rows have played."""
         found = constant_rows(groups)
         self._write("bench_constant.json", found)
         running_chart(found, self._out / "bench_constant.png")
@@ -75,12 +76,12 @@ class BenchReport:
         self.console.print(constant_table(found))
 
     def acceptance(self, rows: list[Figures]) -> None:
-        """The drafters' acceptance by position."""
+        """Reports the drafters' acceptance by position."""
         self._write("bench_acceptance.json", rows)
         self.console.print(acceptance_table(rows))
 
     def useless(self, rows: list[Figures]) -> None:
-        """Plain decoding has played against a drafter that is always wrong."""
+        """Reports the comparison of plain decoding with a drafter that is always wrong."""
         self._write("bench_useless.json", rows)
         self.console.print(useless_table(rows))
 
@@ -89,7 +90,7 @@ class BenchReport:
 
 
 def run_bench(config: RunConfig) -> list[Figures]:
-    """Measures, writes `bench*.json` and pictures, prints the tables; returns the rows of all workloads."""
+    """Measures, writes `bench*.json` and pictures, and prints the tables. Returns the rows of all workloads."""
     out = Path(config.logger.log_dir)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -107,7 +108,7 @@ def run_bench(config: RunConfig) -> list[Figures]:
 
 
 def measure_rows(config: RunConfig, report: BenchReport) -> None:
-    """Plays all rounds of all rows, a group of rows after the other; tells `report` when the last group is through."""
+    """Plays all rounds of all rows, one group of rows after the other. Tells `report` when the last group is done."""
     bench = config.bench
     workloads = config.workloads
     draining: dict[str, list[list[Entrant]]] = {name: [] for name in workloads}
@@ -139,7 +140,7 @@ def measure_rows(config: RunConfig, report: BenchReport) -> None:
 
 @contextmanager
 def counted(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function that counts what is done, of `total`, and says what it was: in a bar, or in a line of a log."""
+    """Yields a function that counts finished work, of `total`, and shows its name in a bar or in a line of a log."""
     with progress_bar(console) as bar:
         task = bar.add_task("rounds", total=total)
 
@@ -152,7 +153,7 @@ def counted(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[Figures]:
-    """A row for each constant batch and row of the bench: only what was made while the batch was full, or nearly."""
+    """Returns a row for each constant batch and row of the bench. Counts only tokens made while the batch was nearly full."""
     found = []
     for batch, groups in constant.items():
         for row in figures_of(groups):
@@ -163,7 +164,7 @@ def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[F
 
 
 def measure_useless_drafters(config: RunConfig, console: Console) -> list[Figures]:
-    """Plain against a drafter that is always wrong, at several batch sizes: what speculation costs where it cannot pay."""
+    """Measures the cost of speculation where it cannot pay, by plain and an always wrong drafter at several batch sizes."""
     plain = plain_row(config)
     block = replace(plain.generation.specrollout, drafters=(RandomDrafterConfig(),), budget=BudgetConfig("auto"))
     useless = BenchRow("useless", OURS, replace(plain.generation, specrollout=block))
@@ -184,7 +185,7 @@ def measure_useless_drafters(config: RunConfig, console: Console) -> list[Figure
 
 
 def _requests_of(config: RunConfig) -> Iterator[list[RolloutRequest]]:
-    """The requests of one round after the other."""
+    """Yields the requests of one round after the other."""
     task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
     for index in itertools.count():
         yield step_prompts(config, index, task).requests
@@ -197,12 +198,12 @@ def request_stream(config: RunConfig) -> Iterator[RolloutRequest]:
 
 
 def take_batch(stream: Iterator[RolloutRequest], batch: int) -> list[RolloutRequest]:
-    """Returns the next requests of a round that keeps `batch` requests running: `FULL_BATCHES` times as many."""
+    """Returns the requests of the next round that keeps `batch` requests running, `FULL_BATCHES` times as many."""
     return list(itertools.islice(stream, max(FULL_BATCHES * batch, FEWEST_REQUESTS)))
 
 
 def _set_aside(folder: Path) -> None:
-    """Renames what an earlier bench left there, "bench.json" to "bench.1.json" or the next number that is free."""
+    """Renames the files of an earlier bench, such as "bench.json" to "bench.1.json" or the next free number."""
     for path in [p for p in folder.glob("bench*") if p.suffix in (".json", ".png", ".svg") and "." not in p.stem]:
         numbered = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
         path.rename(next(p for p in numbered if not p.exists()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of benchmarks: speedup over plain decoding of each row, and by running requests. Each is saved as PNG and SVG."""
+"""Draws charts of benchmarks, such as the speedup over plain decoding by row and by running requests, as PNG and SVG."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -165,7 +165,7 @@ def _draw_ahead(figure: Figure, rows: Sequence[Record]) -> None:
 
 
 def _draw_branches(ax: Axes, rows: Sequence[Record]) -> None:
-    """Draws the share of tokens drafted right by branches a text, after the second update and after both at once."""
+    """Draws the share of tokens drafted right by branches per text, after the second update and after both at once."""
     labels = []
     for index, rate in enumerate(sorted({row["rate"] for row in rows})):
         colour = drafter_colour(index)

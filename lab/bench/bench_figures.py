@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the rounds of a bench to the rows of `bench.json`. Seconds a token are compared, round by round.
+"""Computes the rows of `bench.json` from the rounds of a bench. Compares seconds per token, round by round.
 
 Shapes: N bins of running requests.
 """
@@ -17,7 +17,7 @@ from lab.local.statistics import RolloutStats
 from lab.local.traces import column
 
 Figures = dict[str, Any]
-# A batch is called full from this share of the most requests on.
+# A batch counts as full from this share of the most requests on.
 FULL = 0.75
 FEWEST_TOKENS = 32
 """Fewest tokens that a row must make in a bin and a round before its speed there counts. With fewer, one step decides it."""
@@ -48,12 +48,12 @@ def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
 
 
 def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
-    """A row of `bench.json`."""
+    """Returns a row of `bench.json`."""
     stats = [r.stats for r in entrant.rounds]
     seconds = sum(s.seconds for s in stats)
     tokens = sum(s.num_tokens for s in stats)
     has_plain_tokens = entrant.row.has_plain_tokens
-    # An engine without our worker shows its request steps only from outside.
+    # An engine without our worker counts no request steps itself, so the bench counts them from outside.
     counted = (r if entrant.row.is_vllms_own else r.stats for r in entrant.rounds)
     return {
         "mode": entrant.row.name,
@@ -71,7 +71,7 @@ def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
 
 
 def best_fixed(rows: Sequence[Figures]) -> Figures | None:
-    """The fastest of the rows with a fixed method and a fixed number of drafts, by seconds a token."""
+    """Returns the fastest row, by seconds per token, with a fixed method and number of drafts, or None without such a row."""
     fixed = [row for row in rows if row["kind"] == FIXED]
     return max(fixed, key=lambda row: row["speedup_vs_plain"]) if fixed else None
 
@@ -87,19 +87,21 @@ def best_by_running(rows: Sequence[Figures]) -> dict[str, Figures]:
 
 
 def estimate_errors(ours: Sequence[RolloutStats], plain: Sequence[RolloutStats]) -> list[float]:
-    """By how much the plain time that ours estimates while speculating differs from plain's, of each round."""
+    """Returns each round's relative error of the plain time that ours estimates while it speculates."""
     pairs = zip(ours, plain, strict=True)
     return [s.plain_estimate_s / p.seconds - 1 for s, p in pairs if s.plain_estimate_s]
 
 
 def host_share(stats: Sequence[RolloutStats]) -> float:
-    """Our host time as a share of the rollout."""
+    """Returns our host time as a share of the rollout."""
     return sum(s.host_s for s in stats) / sum(s.seconds for s in stats)
 
 
 def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, float]:
-    """Our host time as a share of the rollout, of the decode steps with nearly as many requests as there ever are (None: no
-    such step), and the fewest requests of those."""
+    """Returns our host time as a share of the rollout and of full decode steps, and the fewest requests of a full step.
+
+    A step is full if it has nearly as many requests as there ever are. The second share is None without such a step.
+    """
     share = host_share(stats)
     requests, seconds, is_decode, host_s = (
         np.concatenate([column(s.trace, name) for s in stats])
@@ -112,7 +114,7 @@ def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, flo
 
 
 def _over(slower: Entrant, faster: Entrant) -> list[float]:
-    """Returns the speedup of `faster` over `slower` in each round, by seconds a token."""
+    """Returns the speedup of `faster` over `slower` in each round, by seconds per token."""
     pairs = zip(slower.rounds, faster.rounds, strict=True)
     return [_token_s(a.stats) / _token_s(b.stats) for a, b in pairs]
 
@@ -122,12 +124,12 @@ def _token_s(stats: RolloutStats) -> float:
 
 
 def _spread(name: str, ratios: Sequence[float], median_name: str = "") -> Figures:
-    """Median and extremes."""
+    """Returns median, least and greatest ratio, by name."""
     return {median_name or name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
 
 
 def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> list[Figures]:
-    """Returns for each bin the seconds and tokens of all rounds, tokens a second, and the median speedup over plain.
+    """Returns for each bin the seconds and tokens of all rounds, tokens per second, and the median speedup over plain.
 
     The speedup is None if no round had `FEWEST_TOKENS` of both.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that roll out the same requests, in turns, so that whatever else the machine does hits all of them alike."""
+"""Lets engines roll out the same requests in turns, so that other load on the machine affects all of them equally."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ from lab.local.run_config import RunConfig
 from lab.local.statistics import count_equal
 from nemo_specrollout.generation.engine.requests import RolloutRequest
 
-# Turns of an entrant in a round, each as long as its last round suggests, so that all get done at about the same time.
-# The first steps of a turn find cold caches, which an engine alone does not: so no turn is shorter than that.
+# Turns of an entrant in a round, each as long as its last round suggests, so that all finish at about the same time.
+# The first steps of a turn find cold caches, unlike those of an engine that runs alone. So turns have a shortest length.
 TURNS = 40
 MIN_TURN_S = 0.2
 
 
 @dataclass
 class Entrant:
-    """A row of the bench: its engine, and what was measured of it, round by round. Tokens are compared with plain's."""
+    """A row of the bench, with its engine and its measurements, round by round. Tokens are compared with plain's."""
 
     row: BenchRow
     engine: RolloutEngine
@@ -33,7 +33,7 @@ class Entrant:
     tokens_total: int = 0
 
     def take(self) -> "Entrant":
-        """Returns the measurements so far and starts again from none."""
+        """Returns the measurements so far and starts over without any."""
         measured = replace(self)
         self.rounds = []
         self.tokens_equal = 0
@@ -41,7 +41,7 @@ class Entrant:
         return measured
 
     def took(self, found: BinnedStats, plain: BinnedStats, *, keep: bool) -> None:
-        """The next round will have turns by what this one took; its figures count if they are to be kept."""
+        """Notes what a round took, which sets the length of the next round's turns. `keep` says if its figures count."""
         self.turn_s = max(MIN_TURN_S, found.stats.seconds / TURNS)
         if keep:
             self.rounds.append(found)
@@ -52,7 +52,7 @@ class Entrant:
 
 @contextmanager
 def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entrant]]:
-    """An engine for each row, closed in the end."""
+    """Yields an engine for each row. Closes them in the end."""
     model = Path(config.policy.model_name)
     entrants = []
     try:
@@ -70,7 +70,7 @@ def play_round(
 ) -> None:
     """Plays the same requests once with every entrant, in short turns.
 
-    `at_a_time`: the most requests of an entrant that run at once; None is all.
+    `at_a_time` is the largest number of requests of an entrant that run at once, or None for all.
     """
     under_way = {e.row.name: BinnedRollout(e.engine, requests, at_a_time) for e in entrants}
     while not all(rollout.is_done for rollout in under_way.values()):
@@ -84,7 +84,7 @@ def play_round(
 
 
 def named(name: str, entrants: Sequence[Entrant]) -> Entrant | None:
-    """The entrant of that name, if there is one."""
+    """Returns the entrant of that name, or None if there is none."""
     return next((e for e in entrants if e.row.name == name), None)
 
 

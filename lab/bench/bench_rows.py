@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a bench: ways of rolling out, each with the generation config of its engine."""
+"""Makes the rows of a bench, which are ways of rolling out, each with the generation config of its engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +14,16 @@ from nemo_specrollout.generation.engine.arguments import TEXT_METHOD, native_con
 
 PLAIN, STOCK, OURS = "plain", "stock", "ours"
 FIXED = "fixed"
-"""The kind of a row with one method and one number of drafts, always on; the other kinds are called as their row."""
-# The rows that tell what each kind of drafter is worth without the other.
+"""The kind of a row with one method and one number of drafts, always on. The other kinds have the names of their rows."""
+# The rows that show what each kind of drafter is worth without the others.
 TEXT_ALONE, HEAD_ALONE, MODEL_ALONE = "ours, text drafters", "ours, head alone", "ours, draft model alone"
-# Matches of 2 to 5 tokens, as the n-gram rows of the papers; vLLM's default asks for 5 and finds next to nothing here.
+# Matches have 2 to 5 tokens, as in the n-gram rows of the papers. vLLM's default needs 5 and finds almost nothing here.
 _LOOKUP = {"method": TEXT_METHOD, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One row: `kind` is `plain`, `stock`, `fixed` or `ours`."""
+    """A row of the bench. `kind` is `plain`, `stock`, `fixed` or `ours`."""
 
     name: str
     kind: str
@@ -31,17 +31,17 @@ class BenchRow:
 
     @property
     def is_vllms_own(self) -> bool:
-        """Whether vLLM speculates by itself, without our worker."""
+        """Returns whether vLLM speculates by itself, without our worker."""
         return self.kind == FIXED and not self.generation.specrollout.enabled
 
     @property
     def has_plain_tokens(self) -> bool:
-        """Whether its tokens must be plain's: of all rows but those in which vLLM's ratio test draws others."""
+        """Returns whether its tokens must be plain's. False only for rows in which vLLM's ratio test draws other tokens."""
         return not self.is_vllms_own or self.generation.temperature == 0
 
 
 def bench_rows(config: RunConfig) -> list[BenchRow]:
-    """The rows that a config asks for. Raises ConfigError for the beginning of a name that no row has."""
+    """Returns the rows that a config requests. Raises ConfigError for the beginning of a name that no row has."""
     rows = list(_all_rows(config))
     wanted = config.bench.rows
     for prefix in wanted:
@@ -52,7 +52,7 @@ def bench_rows(config: RunConfig) -> list[BenchRow]:
 
 
 def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]:
-    """The rows in groups of at most `at_a_time` (0: one group), plain first in each."""
+    """Returns the rows in groups of at most `at_a_time` (0: one group), with plain first in each."""
     plain = next(row for row in rows if row.kind == PLAIN)
     others = [row for row in rows if row is not plain]
     if not at_a_time or len(rows) <= at_a_time:
@@ -61,7 +61,7 @@ def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]
 
 
 def plain_row(config: RunConfig) -> BenchRow:
-    """Our worker without drafters: what all else is compared with."""
+    """Returns the row of our worker without drafters, with which all other rows are compared."""
     ours = config.policy.generation
     block = replace(ours.specrollout, enabled=True, drafters=(), draft_refresh=None, fastest_of_n=None)
     return BenchRow(PLAIN, PLAIN, replace(ours, vllm_kwargs=_without_speculation(ours), specrollout=block))
@@ -91,7 +91,7 @@ def _all_rows(config: RunConfig) -> Iterator[BenchRow]:
 
 
 def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: ModelDrafterConfig) -> Iterator[BenchRow]:
-    """Ours with a part of its drafters, where there are both with and without weights."""
+    """Yields rows of ours with a part of its drafters, if there are model drafters and text drafters."""
     text = tuple(d for d in block.drafters if isinstance(d, TextDrafterConfig))
     if not text:
         return
@@ -103,7 +103,7 @@ def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: Model
 
 
 def _fixed(name: str, base: BenchRow, speculative: dict[str, Any]) -> BenchRow:
-    """`base` with vLLM's own speculation."""
+    """Returns `base` with vLLM's own speculation."""
     kwargs = {**base.generation.vllm_kwargs, "speculative_config": speculative}
     return BenchRow(name, FIXED, replace(base.generation, vllm_kwargs=kwargs))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of a bench: its tables, and a sentence on what they do not show."""
+"""Makes the tables of a bench, and sentences on what they do not show."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lab.bench.running_bins import LABELS
 
 
 def rollout_table(rows: Sequence[Figures]) -> Table:
-    """All rows, over whole rollouts."""
+    """Returns a table of all rows over whole rollouts."""
     table = new_table("same requests, same noise, interleaved; vLLM's own speculation draws other samples")
     for name in ("mode", "seconds", "tokens/s", "steps", "tok/step", "speed over plain", "tokens equal"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
@@ -35,7 +35,7 @@ def rollout_table(rows: Sequence[Figures]) -> Table:
 
 
 def running_table(rows: Sequence[Figures]) -> Table:
-    """All rows, by running requests."""
+    """Returns a table of all rows by running requests."""
     winners = best_by_running(rows)
     table = new_table("by running requests: tokens a second, speed over plain; * is the best there")
     table.add_column("mode", no_wrap=True)
@@ -48,7 +48,7 @@ def running_table(rows: Sequence[Figures]) -> Table:
 
 
 def constant_table(rows: Sequence[Figures]) -> Table:
-    """Returns the table of constant batches: speed over plain of each row by batch size."""
+    """Returns the table of constant batches, with each row's speed over plain by batch size."""
     batches = sorted({row["batch"] for row in rows})
     table = new_table("constant batches: speed over plain; tokens equal, of all")
     table.add_column("mode", no_wrap=True)
@@ -113,7 +113,7 @@ def _sentences_on(ours: Entrant, plain: Entrant) -> list[str]:
 
 
 def new_table(title: str) -> Table:
-    """An empty table in the style of the bench."""
+    """Returns an empty table in the style of the bench."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 

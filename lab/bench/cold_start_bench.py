@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how soon drafters are worth what they will be: phases of a run that begins without any knowledge.
+"""Measures how soon drafters reach their full worth, in phases of a run that begins without any knowledge.
 
     python -m lab.bench.cold_start_bench CONFIG --out DIR [--batch 16] [--phases 3] [--rounds 1] [key=value ...]
 
-CONFIG is one of the local runner with drafters with and without weights. Plain decoding, the text drafters, the head and all
-of them together take turns with the same requests, of which `--batch` run at once. In the beginning of each round the engines
+CONFIG is one of the local runner with an EAGLE-3 head and text drafters. Plain decoding, the text drafters, the head and all
+of them together take turns with the same requests, of which `--batch` run at once. At the beginning of each round the engines
 forget all that they have learned: step times, rates, contexts. They are warm otherwise, so that no kernel is compiled in a
-phase. Speeds are tokens a second while the batch is full, over plain in the same phase and round; the median of the rounds
-counts. "Over" is all drafters over the best of the others.
+phase. Speeds are tokens per second while the batch is full, divided by plain's in the same phase and round. The median of the
+rounds counts. "Over" is the speed of all drafters divided by the best of the others.
 """
 
 import copy
@@ -41,7 +41,7 @@ WAYS = (PLAIN, TEXT_ALONE, HEAD_ALONE, OURS)
 
 @dataclass
 class Knowledge:
-    """What an engine has learned, and how it is put back. Owns copies from the time at which the engine was started."""
+    """What an engine had learned when it was started, which can be restored. Owns copies of the tensors."""
 
     policy: Any
     step_model: Any
@@ -50,7 +50,7 @@ class Knowledge:
 
     @classmethod
     def of(cls, worker: Any) -> "Knowledge | None":
-        """Returns what the worker knows now; None without drafters."""
+        """Returns what the worker knows now, or None without drafters."""
         router = worker.specrollout_router
         if router is None:
             return None
@@ -84,7 +84,7 @@ class Forgetful:
 def play_phases(
     entrants: Sequence[Entrant], requests: Iterator[RolloutRequest], options: Namespace
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """Yields for each phase what each way did: tokens a second, depth of drafting, drafts of a step, and dormant steps."""
+    """Yields for each phase and way the tokens per second, depth of drafting, drafts per step, and dormant steps."""
     for _ in range(options.phases):
         play_round(entrants, take_batch(requests, options.batch), keep=True, at_a_time=options.batch)
         yield {entrant.row.name: figures_of(entrant.take(), options.batch) for entrant in entrants}
@@ -107,7 +107,7 @@ def figures_of(entrant: Entrant, batch: int) -> dict[str, float]:
 
 
 def table_of(phases: Mapping[int, Sequence[Mapping[str, Mapping[str, float]]]]) -> Table:
-    """Returns the table: a row for each phase, with medians over the rounds."""
+    """Returns a table with a row for each phase, with medians over the rounds."""
     table = new_table(
         "a run without knowledge: speed over plain by phase, and of all drafters over the best of the rest"
     )

@@ -4,14 +4,14 @@
     python -m lab.bench.context_bench --out DIR [--contexts 1024,4096,16384] [--drafts 0,1,2,4,8] [--rates 0.8] [--rounds 3]
 
 The policy is the shipped one, deepened (`lab/policies/deep_policy.py`). Its drafts are right with a given probability, because
-an oracle looks them up in a plain run and spoils the others (`lab/gpu/forced_acceptance.py`). So the arms differ in nothing
-but the number of drafts that a step verifies. All arms share one engine and its cached prompts, and take turns. Contexts take
-turns too, so the automatic budget meets another length of context in every turn, as an engine does between two rollouts. It
-learns the seconds of steps from its own turns only.
+an oracle looks them up in a plain run and spoils the others (`lab/gpu/forced_acceptance.py`). So the arms differ only in the
+number of drafts that a step verifies. All arms share one engine and its cached prompts, and take turns. Contexts take turns
+too, so the automatic budget meets another length of context in every turn, as an engine does between two rollouts. It learns
+the seconds of steps from its own turns only.
 
 On a machine that others use, `--cpu-time` counts the seconds in which this process had a core. Set OMP_NUM_THREADS=1 with it.
 
-A ratio compares an arm with the fixed number of drafts that made the most tokens a second at that context, within the same
+A ratio compares an arm with the fixed number of drafts that made the most tokens per second at that context, within the same
 round. The table has the median over rounds. Tokens of all arms must be equal.
 """
 
@@ -46,11 +46,11 @@ from nemo_specrollout.telemetry import engine_stats
 DEEPEN = 6
 AUTO = "auto"
 WORDS = (10, 90)
-"""Token ids of random prompts."""
+"""Range of the token ids of random prompts."""
 ROOM = 256
 """Tokens beyond the longest context that a text may have."""
 KV_ROOM = 32_000
-"""Bytes of KV cache for each token of a context: somewhat more than the policy needs."""
+"""Bytes of KV cache for each token of a context, somewhat more than the policy needs."""
 
 
 @dataclass
@@ -62,9 +62,9 @@ class Arm:
     model: StepModel
     """Learns the seconds of this arm's steps."""
     speeds: dict[str, list[float]] = field(default_factory=dict)
-    """Tokens a second of each round by cell."""
+    """Tokens per second of each round, by cell."""
     drafts: dict[str, list[float]] = field(default_factory=dict)
-    """Draft tokens of a request in a step, likewise."""
+    """Draft tokens of a request in a step, of each round by cell."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Says the context and the probability."""
+        """Returns a name with the context and the probability."""
         return f"{self.context} tokens, p {self.rate:g}"
 
 
 def requests_of(context: int, num: int, length: int) -> tuple[RolloutRequest, ...]:
-    """Returns samples of one random prompt, with responses of `length` tokens around the end of the context."""
+    """Returns samples of one random prompt whose responses of `length` tokens lie around the end of the context."""
     prompt = np.random.default_rng(context).integers(*WORDS, max(context - length // 2, 1)).tolist()
     return tuple(RolloutRequest(prompt, context, sample, exact_length=length) for sample in range(num))
 
@@ -116,7 +116,7 @@ def arms_of(drafts: Sequence[int], num: int) -> list[Arm]:
 
 
 def play(forced: ForcedEngine, arm: Arm, cell: Cell, keep: bool) -> list[tuple[int, ...]]:
-    """Plays a cell with an arm, and returns the tokens. Its figures count if they are to be kept."""
+    """Plays a cell with an arm, and returns the tokens. `keep` says if the figures count."""
     forced.engine.run_in_worker(partial(_use, arm=arm))
     found = forced.measure(cell.requests)
     if keep:
@@ -131,7 +131,7 @@ def _use(worker: Any, arm: Arm) -> None:
 
 
 def table_of(arms: Sequence[Arm], cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Returns the figures of each cell: the best fixed number, and each arm's speed over it, as the median over rounds."""
+    """Returns for each cell the best fixed number, and each arm's speed relative to it, as the median over rounds."""
     found = []
     for cell in cells:
         name = cell.name

@@ -2,7 +2,7 @@
 """Measures the seconds of verifying and drafting on this CPU, for the placement planner.
 
 `python -m lab.bench.cost_profile SPEC` measures with OMP_NUM_THREADS threads, which torch reads once, when it is loaded.
-Verifying is measured as plain decode steps: a draft row costs about as much as a request's row (`step_model.py`).
+Verifying is measured by plain decode steps, because a draft row costs about as much as a request's row (`step_model.py`).
 """
 
 import json
@@ -40,11 +40,11 @@ COUPLED_K = 3
 """Draft tokens in a step of the policy's engine when it drafts itself."""
 MEASUREMENTS = ("verify_s", "draft_s", "coupled_draft_s")
 _WARM_UP = 4
-"""First steps that are not counted, because prompts are read and kernels compile in them."""
+"""Number of first steps that do not count, because prompts are read and kernels compile in them."""
 _CONTEXT_SHARE = 0.25
 """Share of the longest text that the prompt of a timed request fills."""
 _MAX_BURSTS = 8
-"""Most bursts of steps to wait for the wanted number of pure decode steps."""
+"""Largest number of bursts of steps until there are enough pure decode steps."""
 _ROOM_ADVICE = "raise kv_cache_memory_bytes, or lower max_num_seqs, of its vllm_kwargs"
 
 
@@ -62,12 +62,12 @@ class ProfileSpec:
 
     @property
     def prompt(self) -> list[int]:
-        """Prompt of a timed request: token ids that every vocabulary has."""
+        """Returns the prompt of a timed request, with token ids that every vocabulary has."""
         return [2 + i % 50 for i in range(max(1, int(_CONTEXT_SHARE * self.generation.vllm_cfg.max_model_len)))]
 
 
 def draft_model_of(block: SpecrolloutConfig) -> RemoteDrafterConfig:
-    """Returns the drafter with a model of its own, as one of type `remote`.
+    """Returns the block's drafter that has its own model, as a drafter of type `remote`.
 
     Raises ConfigError if there is none, or if its folder is missing.
     """
@@ -95,7 +95,7 @@ def check_model(drafter: DrafterConfig) -> None:
 
 
 def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, list[float]]:
-    """Returns the seconds of each of `MEASUREMENTS`, in the order of the batches; `on_done` is told each finished batch."""
+    """Returns the seconds of each of `MEASUREMENTS`, in the order of the batches. Calls `on_done` after each batch."""
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
     drafter = draft_model_of(spec.generation.specrollout)
@@ -168,7 +168,7 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column
 
 
 def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: int) -> list[str]:
-    """Submits requests that last as long as the timing, if the context is long enough; returns their ids."""
+    """Submits requests that last as long as the timing, if the context is long enough. Returns their ids."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     longest = spec.generation.vllm_cfg.max_model_len - len(spec.prompt) - 1
@@ -193,7 +193,7 @@ def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
 
 
 def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, most_steps: int) -> list[float]:
-    """Returns the seconds of `num_steps` steps that drafted for all shadows; fewer if `most_steps` are not enough."""
+    """Returns the seconds of `num_steps` steps that drafted for all shadows, or of fewer if `most_steps` are not enough."""
     seconds: list[float] = []
     for _ in range(most_steps):
         started = time.perf_counter()
@@ -207,7 +207,7 @@ def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, most_steps:
 
 
 def main(text: str) -> int:
-    """Measures by the `ProfileSpec` in `text`; reports progress and the result as JSON lines. Returns the exit code."""
+    """Measures by the `ProfileSpec` in `text`. Reports progress and the result as JSON lines. Returns the exit code."""
     end_with_parent()
     try:
         measured = measure(

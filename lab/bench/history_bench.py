@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a history of finished responses brings to two engines of a run: the same rollouts with and without it.
+"""Measures the gain of a history of finished responses for two engines of a run, by the same rollouts with and without it.
 
     python -m lab.bench.history_bench CONFIG --out DIR [--rounds 3] [--workloads mixed,free_text] [key=value ...]
 
@@ -57,7 +57,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Work:
-    """A rollout: the requests of each engine."""
+    """A rollout, given by the requests of each engine."""
 
     workload: str
     phase: str
@@ -90,7 +90,7 @@ def _by_prompt(requests: Sequence[RolloutRequest], prompts: Sequence[int]) -> li
 
 
 def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
-    """Rolls out the same requests both ways, in turns. Returns how many tokens are equal, of how many."""
+    """Rolls out the same requests both ways, in turns. Returns the numbers of equal and of all tokens."""
     running = {
         way.name: [Generation(e, dealt) for e, dealt in zip(way.engines, work.dealt, strict=True)] for way in ways
     }

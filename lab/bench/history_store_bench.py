@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a large history of responses costs: its files, its memory, its start, and the steps of an engine beside it.
+"""Measures the cost of a large history of responses: its files, its memory, its start, and the steps of an engine with it.
 
     python -m lab.bench.history_store_bench CONFIG --out DIR [--gib 1] [key=value ...]
 
 The history is filled with random texts of 2,048 tokens, a part of which belong to the prompts of the config. Two engines of
 the config then roll out the same requests in turns, one with that history and one without any. Random texts are never right,
-so what the first one takes longer is the whole cost of a history that helps nobody.
+so the extra time of the first engine is the whole cost of a useless history.
 """
 
 import resource
@@ -48,12 +48,12 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def memory() -> float:
-    """Returns the most memory that this process has had, in MiB."""
+    """Returns this process's largest memory so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def fill(folder: Path, fingerprint: bytes, num_bytes: int, groups: Sequence[int], vocab_size: int) -> dict[str, float]:
-    """Fills a history with random texts, a hundredth of which belong to `groups`. Returns what that took."""
+    """Fills a history with random texts, a hundredth of which belong to `groups`. Returns the cost of doing so."""
     rng = np.random.default_rng(0)
     store = HistoryStore(folder, 2 * num_bytes, fingerprint)
     store.open()
@@ -71,7 +71,7 @@ def fill(folder: Path, fingerprint: bytes, num_bytes: int, groups: Sequence[int]
 
 
 def start(folder: Path, num_bytes: int, fingerprint: bytes, groups: Sequence[int]) -> dict[str, float]:
-    """Returns what it takes to open a history, and to find and read texts."""
+    """Returns the cost of opening a history, and of finding and reading texts."""
     before = memory()
     store = HistoryStore(folder, 2 * num_bytes, fingerprint)
     open_s = timed(store.open)

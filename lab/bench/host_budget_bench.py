@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the host's milliseconds a step for the budget of drafts: where the device chooses drafts, and where the host does.
+"""Measures the host's milliseconds per step for the budget of drafts, if the device or if the host chooses the drafts.
 
     OMP_NUM_THREADS=1 python -m lab.bench.host_budget_bench [--batches 64,256,1024] [--drafts 8,32] [--rounds 15]
 
-Both ways get the same drafts and the same policy, in turns. "device" is our budget in vLLM's adaptive verification. What a
-GPU would compute is left out of it (the ranking of the drafts), so its figure is rather too small. "host" is `HostBudget` with
-rates that are a step old. Both include the policy's choice of the number, which is also shown alone.
+Both ways get the same drafts and the same policy, in turns. "device" is our budget in vLLM's adaptive verification. It leaves
+out what a GPU would compute (the ranking of the drafts), so its figure is rather too small. "host" is `HostBudget` with rates
+that are a step old. Both include the policy's choice of the number, which is also shown alone.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from nemo_specrollout.speculation.step_model import StepModel
 STEPS = 20
 """Steps of each way in a round."""
 SHARE_OF_TEXTS = 0.1
-"""Share of requests with a text that is nearly certain. The drafts of the others are less sure, and some have none."""
+"""Share of requests with a text that is nearly certain. The other requests have less certain drafts or none."""
 
 
 class World:
-    """The drafts of a batch, and what a step of either way reads."""
+    """The drafts of a batch, and the inputs of a step in either way."""
 
     def __init__(self, num_requests: int, num_positions: int) -> None:
         from nemo_specrollout.generation.drafting.draft_router import DraftRouter
@@ -73,7 +73,7 @@ class World:
         self.scheduled = _scheduled(self.names, num_positions)
 
     def draw_rates(self) -> None:
-        """Lets the drafters propose anew: nearly as sure as before, and now and then nothing."""
+        """Draws new proposals. They are nearly as certain as before, and sometimes missing."""
         rates_SK = np.clip(self._mean_SK + self._rng.normal(0.0, 0.05, self._mean_SK.shape), 0.01, 0.98)
         found_S = np.maximum(self._found_S + self._rng.integers(-1, 2, len(self._found_S)), 0)
         rates_SK[np.arange(self.num_positions) >= found_S[:, None]] = 0.0
@@ -110,7 +110,7 @@ def _scheduled(names: Sequence[str], num_positions: int) -> Any:
 
 
 def device_step(world: World) -> Callable[[], None]:
-    """Returns the host's part of a step whose drafts the device chooses: what vLLM calls of its manager."""
+    """Returns the host's part of a step whose drafts the device chooses, as vLLM calls it on its manager."""
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllm_budget
 
     from nemo_specrollout.generation.step.verification_budget import VerificationBudget
@@ -149,13 +149,13 @@ def host_step(world: World) -> Callable[[], None]:
 
 
 def policy_step(world: World) -> Callable[[], None]:
-    """Returns what both ways share: the policy's choice of the number."""
+    """Returns the policy's choice of the number, which both ways share."""
     most = len(world.names) * world.num_positions
     return lambda: (world.router.num_drafts(len(world.names), most), None)[1]
 
 
 def measure(num_requests: int, num_positions: int, num_rounds: int) -> dict[str, list[float]]:
-    """Returns the median milliseconds of a step in each round, by way. The ways take turns, after a round to warm up."""
+    """Returns the median milliseconds of a step in each round, by way. The ways take turns after a warm-up round."""
     world = World(num_requests, num_positions)
     ways = {"device": device_step(world), "host": host_step(world), "policy alone": policy_step(world)}
     found: dict[str, list[float]] = {way: [] for way in ways}

@@ -45,7 +45,7 @@ class GivenSeconds(StepModel):
 def prepare(worker: Any, is_late: bool) -> None:
     """Gives a worker the seconds, and lets it note how many drafts of each request slot it verifies in each step.
 
-    `is_late`: the host knows rates that are a step old.
+    With `is_late`, the host knows rates that are a step old.
     """
     from nemo_specrollout.generation.engine.transfers import HostCopy
 
@@ -70,7 +70,7 @@ def prepare(worker: Any, is_late: bool) -> None:
 
 
 def decisions(is_late: bool, **options: Any) -> dict[str, Any]:
-    """Returns the drafts that were verified in each step as pairs of slot and number, the tokens, and who has chosen."""
+    """Returns the drafts verified in each step as pairs of slot and number, the tokens, and who has chosen the drafts."""
     generation = GenerationConfig(VllmConfig(max_model_len=512), 40, specrollout=BLOCK)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 1 << 26}
     engine = RolloutEngine(POLICY, generation, 0, **sizes, **options)
@@ -85,7 +85,7 @@ def decisions(is_late: bool, **options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the decisions, and says how many of another engine's are the same."""
+    """Writes the decisions, and prints how many equal those of another engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--host", action="store_true", help="the host chooses the drafts")

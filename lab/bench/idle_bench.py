@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what an idle engine should do: take over stragglers, make texts of coming steps, or what pays more of the two.
+"""Measures what an idle engine should do: take over stragglers, make texts of coming steps, or whichever pays more.
 
     python -m lab.bench.idle_bench CONFIG --out DIR [--steps 5] [--rounds 2] [--change 3e-4] [key=value ...]
 
-CONFIG is one of the local runner. All ways share the same engines, which have no drafters but the texts made ahead, so that
-no way profits from what another one has taught them. A round is a run of several steps: before each step the weights of the
-policy change by noise of the given size, as a share of each matrix's standard deviation. In a step each way rolls out the same
-requests with what it has made for them, and the ways begin in another order. Requests are dealt to engines in equal shards, as
-NeMo-RL does. The first step of a run has no texts, so it is left out. All ways sample with the same noise, so they make the
-same tokens.
+CONFIG is one of the local runner. All ways share the same engines, which have no drafters except the texts made ahead, so that
+no way profits from what the engines learned in another way. A round is a run of several steps. Before each step the weights of
+the policy change by noise of the given size, as a share of each matrix's standard deviation. In a step each way rolls out the
+same requests with the texts that it has made for them. The order of the ways changes from step to step. Requests are dealt to
+engines in equal shards, as in NeMo-RL. The first step of a run has no texts, so it is left out. All ways sample with the same
+noise, so they make the same tokens.
 
-The ways are: nothing; requests move to engines that have ended; engines make texts of the next step in free slots; both, where
-moves do not count the texts that they displace; and both as users get them, by one price.
+The ways are:
+
+- nothing is done
+- requests move to engines that have ended
+- engines make texts of the next step in free slots
+- both, where moves do not count the texts that they displace
+- both as users get them, by one price
 """
 
 import statistics
@@ -57,7 +62,7 @@ class Timed:
     seconds: float
     rollouts: list[Rollout]
     facts: dict[str, float]
-    """What moved, and what was made of coming steps."""
+    """Figures of the requests that moved, and of the texts made for coming steps."""
 
 
 class Run:
@@ -78,7 +83,7 @@ class Run:
         self._makes_texts = way in (AHEAD, UNPRICED, PRICED)
 
     def step(self, step: int) -> Timed:
-        """Rolls out a step with the texts that are there for it, and makes texts of the next one if the way does so."""
+        """Rolls out a step with the texts made for it, and makes texts of the next step if the way does so."""
         pool = self._bench.pool
         texts = self._ahead.texts
         requests = (texts.with_texts(step) if self._makes_texts else self._bench.prompts(step)).requests
@@ -144,7 +149,7 @@ def changed(weights: Weights, seed: int, size: float) -> Weights:
 
 
 def row_of(steps: Sequence[dict[str, Timed]], way: str) -> dict[str, Any]:
-    """Returns the figures of a way: seconds of all steps, ratios of a step's seconds to those of doing nothing, and means."""
+    """Returns a way's seconds of all steps, their ratios to the seconds of doing nothing, and means of other figures."""
     ratios = sorted(step[NOTHING].seconds / step[way].seconds for step in steps)
     pairs = [count_equal(step[way].rollouts, step[NOTHING].rollouts) for step in steps]
     names = ("moves", "idle_share", "declined", "early_worth", "ahead_made", "ahead_kept", "ahead_right")

@@ -3,9 +3,9 @@
 
     python -m lab.bench.idle_table --out DIR [--engines 2,4,8] [--requests 8,32,128] [--seeds 3] [--ahead 2] [--dear]
 
-Each engine is an H200 with so many requests of a step, in shards as NeMo-RL deals them. Texts are made of `--ahead` coming
-steps, and an update changes a token of 30,000. With `--dear` each request makes a step longer, and responses are shorter.
-The policy trains on the same GPUs, so engines make texts only while a rollout drains. The ways are those of
+Each engine is an H200 with `--requests` requests of a step, in shards as NeMo-RL deals them. Texts are made of `--ahead`
+coming steps, and an update changes one token in 30,000. With `--dear` each request makes a step longer, and responses are
+shorter. The policy trains on the same GPUs, so engines make texts only while a rollout drains. The ways are those of
 `lab.bench.idle_bench`, which measures them in real engines.
 """
 
@@ -31,7 +31,7 @@ from nemo_specrollout.config.strict import build
 
 MOVING = FastestOfNConfig(max_racers=1)
 STAYING = replace(MOVING, min_gain=1.0)
-"""No move saves more time than there is. So these engines stop at the same moments as those whose requests move."""
+"""Config under which no request moves, because no move saves all of the time. Engines still stop at the same moments."""
 WAYS = {
     "nothing": (Variant("", PLAIN, STAYING), False),
     "moving": (Variant("", PLAIN, MOVING), False),
@@ -39,13 +39,13 @@ WAYS = {
     "both, unpriced": (Variant("", PLAIN, MOVING, is_blind=True), True),
     "both": (Variant("", PLAIN, MOVING), True),
 }
-"""What engines do, and whether they make texts of coming steps, by name."""
+"""The config of moves and races of each way, and whether engines make texts of coming steps, by name."""
 
 
 def rows(
     engines: Sequence[int], requests: Sequence[int], seeds: range, num_ahead: int, *, is_dear: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yields the seconds of a rollout of each way, means over the seeds."""
+    """Yields the seconds of a rollout of each way, as means over the seeds."""
     for num_engines, num_requests in product(engines, requests):
         make = dear if is_dear else cheap
         fleets = [Fleet(make(num_engines, num_requests, seed)) for seed in seeds]
@@ -89,7 +89,7 @@ def dear(num_engines: int, num_requests: int, seed: int) -> Scenario:
 
 
 def table_of(found: Sequence[dict[str, Any]]) -> Table:
-    """Returns a table of the rows: seconds of doing nothing, and how many times as fast each way is."""
+    """Returns a table of the rows, with the seconds of doing nothing and the speedup of each way."""
     table = new_table("rollouts by what idle engines do, over doing nothing; moves of the last two ways")
     for name in ("engines", "requests each", "nothing, s", *list(WAYS)[1:], "moves", "unpriced moves"):
         table.add_column(name, justify="right")

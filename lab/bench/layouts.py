@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layout of drafting wins where: 8B and 32B policies on 8 to 64 H100, simulated with the measured pieces.
+"""Simulates which layout of drafting is fastest for 8B and 32B policies on 8 to 64 H100, from measured pieces.
 
     python -m lab.bench.layouts --out DIR [--part layouts|tails|region ...] [--gpu H100] [--seeds 1]
 
 `layouts` compares the same requests on the same GPUs without drafts, with a draft model in the policy's engine, with an
 EAGLE-3 head, with texts as drafts, and with remote drafters on GPUs of their own. Each layout has its best tensor parallel
 size of 1, 2, 4 and 8. For remote drafters the planner (Algorithm 1 of SpecActor) chooses the drafter's size beside each
-size of the verifier, and `planned` tells what its own choice of both takes. `tails` adds moving, racing and `run_ahead` to
+size of the verifier, and `planned` shows the time of its own choice of both. `tails` adds moving, racing and `run_ahead` to
 several engines of one size. `region` compares remote drafters with the best coupled ones in a steady batch, by the planner
 alone, for any ratio of a draft's time to that of a policy's step.
 
@@ -55,7 +55,7 @@ _COLOURS = dict(zip((layout.name for layout in LAYOUTS), (SILVER, PINK, SKY, BLU
 
 
 def tables_of(facts: dict[str, Any]) -> Iterator[Table]:
-    """Yields the tables of the parts that are there."""
+    """Yields the tables of the parts that `facts` has."""
     if "layouts" in facts:
         yield winner_table(facts["layouts"])
     if "tails" in facts:
@@ -65,7 +65,7 @@ def tables_of(facts: dict[str, Any]) -> Iterator[Table]:
 
 
 def winners(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Yields for each case the fastest layout, by how much it wins, and how remote drafters do."""
+    """Yields for each case the fastest layout, its lead, and the result of remote drafters."""
     keys = dict.fromkeys((r["policy"], r["num_gpus"], r["per_gpu"], r["p"]) for r in rows)
     for key in keys:
         of_case = {r["layout"]: r for r in rows if (r["policy"], r["num_gpus"], r["per_gpu"], r["p"]) == key}
@@ -136,7 +136,7 @@ _TAILS = ("moving", "two methods", "racing", "moving, six steps", "run_ahead", "
 
 
 def tail_table(rows: Rows) -> Table:
-    """Returns the table of what is done with idle engines."""
+    """Returns the table of the uses of idle engines."""
     table = new_table(
         "seconds of a rollout over those of engines that draft alike, with neither; the last three are means over six steps"
     )
@@ -150,7 +150,7 @@ def tail_table(rows: Rows) -> Table:
 
 
 def region_table(rows: Rows) -> Table:
-    """Returns the table of remote drafters over coupled ones, by what a draft costs, requests and acceptance."""
+    """Returns the table of remote drafters compared with coupled ones, by the cost of a draft, requests and acceptance."""
     table = new_table("tokens a second of remote drafters over the best coupled ones (free: their GPUs cost nothing)")
     acceptances = sorted({row["p"] for row in rows})
     for name in ("policy", "a GPU", "draft/step", *(f"p {p}" for p in acceptances)):
@@ -188,7 +188,7 @@ def picture(facts: dict[str, Any]) -> bytes:
 
 
 def _draw_speeds(ax: Axes, rows: Rows) -> None:
-    """Draws speed over plain by acceptance with the most GPUs that are there."""
+    """Draws speed over plain by acceptance, for the largest number of GPUs in the rows."""
     rows = [r for r in rows if r["num_gpus"] == max(row["num_gpus"] for row in rows)]
     plain = {r["p"]: r["seconds"] for r in rows if r["layout"] == NO_DRAFTS}
     for name, colour in _COLOURS.items():

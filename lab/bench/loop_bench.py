@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole loop of GRPO with and without speculation: step time and its parts, idle cores, rewards, policy gap.
+"""Runs the whole loop of GRPO with and without speculation, and compares step times, idle cores, rewards and policy gap.
 
     python -m lab.bench.loop_bench CONFIG [key=value ...] --out DIR [--steps 24] [--only WAY ...]
 
@@ -29,7 +29,7 @@ from lab.bench.bench_command import bench_parser, write_facts
 from nemo_specrollout.reports.panels import BLUE, GREEN, ORANGE, STYLE, light, over_steps
 from nemo_specrollout.reports.records import Record, read_lines, running_mean, series
 
-# Steps that are not counted: kernels compile, and in an asynchronous run nothing was generated ahead yet.
+# First steps that do not count, because kernels compile, and an asynchronous run has generated nothing ahead yet.
 WARM_UP = 3
 _BLOCK = "policy.generation.specrollout"
 _PLAIN = (f"{_BLOCK}.drafters=[]", f"{_BLOCK}.draft_refresh=null", f"{_BLOCK}.fastest_of_n=null")
@@ -46,7 +46,7 @@ _ALL = ("checkpointing.enabled=false", f"{_BLOCK}.verify.requests_per_step=0")
 
 @dataclass(frozen=True)
 class Way:
-    """A run: what it changes of the config, and on how many cores its trainer works (and its engine, if it has one only)."""
+    """A run, with its changes of the config and the cores of its trainer (and of its engine, if it has only one)."""
 
     name: str
     changes: tuple[str, ...]
@@ -65,7 +65,7 @@ class Way:
 
     @property
     def style(self) -> dict[str, Any]:
-        """Matplotlib's options for its line. A plain line is broad and pale, so that a line on top of it is seen."""
+        """Returns Matplotlib's options for its line. A plain line is broad and pale, so that a line on top is visible."""
         return {"color": light(self.colour), "linewidth": 4.0} if self.is_plain else {"color": self.colour}
 
 
@@ -77,12 +77,12 @@ WAYS = (
     Way("asynchronous, plain", (*_ASYNC, *_PLAIN), 1, ORANGE),
     Way("asynchronous, ours", _ASYNC, 1, ORANGE),
 )
-"""One engine on both cores, then training on both; the same with a worker on each core, and moving; a worker on one core and
-the trainer on the other."""
+"""The ways to run. "One engine" uses both cores, and then training does. "Two workers" have a core each, and requests move.
+"Asynchronous" gives one core to a worker and the other to the trainer."""
 
 
 def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Sequence[Record]:
-    """The lines of a run's metrics. Raises CalledProcessError if it fails; its output is in `folder`."""
+    """Returns the lines of a run's metrics. Raises CalledProcessError if the run fails. Its output is in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.trainer_threads)}
     command = [
@@ -102,7 +102,7 @@ def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Seque
 
 
 def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
-    """Medians over the steps that count, but of the reward, which is the mean of the last quarter."""
+    """Returns medians over the steps that count. The reward is the mean of the last quarter instead."""
     counted = steps[WARM_UP:] if way.is_async else steps[1:]
     last = steps[-max(1, len(steps) // 4) :]
     return {
@@ -126,25 +126,28 @@ def generation_s(step: Record) -> float:
 
 
 def step_s(step: Record) -> float:
-    """Seconds of a step: its parts, one after the other."""
+    """Returns the seconds of a step, the sum of its consecutive parts."""
     return generation_s(step) + step["logprob_s"] + step["train_s"] + step["refit_s"] + head_s(step)
 
 
 def head_s(step: Record) -> float:
-    """Seconds that training a head took in a step."""
+    """Returns the seconds that training a head took in a step."""
     return float(step.get("draft_refresh", {}).get("refresh_s") or 0.0)
 
 
 def idle_share(step: Record) -> float:
-    """Share of both cores' time without work. Synchronous: a worker that is done before the other. Asynchronous: a worker
-    that has nothing to do, and a trainer that waits."""
+    """Returns the share of both cores' time without work.
+
+    In a synchronous run a worker idles if it ends before the other. In an asynchronous run a worker idles if it has nothing to
+    do, and the trainer idles while it waits.
+    """
     if "collector_idle_s" in step:
         return float((generation_s(step) + min(step["collector_idle_s"], step_s(step))) / (2 * step_s(step)))
     return float(step["tail"]["idle_share"] * step["rollout_s"] / step_s(step)) if "tail" in step else 0.0
 
 
 def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
-    """Rewards, and how far samples are from the policy that is trained on them, by step."""
+    """Draws by step the rewards, and the gap between the samples and the policy that is trained on them."""
     with matplotlib.rc_context(STYLE):
         figure = Figure((8.0, 3.0), layout="constrained")
         FigureCanvasAgg(figure)
@@ -170,7 +173,7 @@ def _line(steps: Sequence[Record], key: str, window: int) -> tuple[np.ndarray, n
 
 
 def main() -> int:
-    """Prints a table; writes DIR/loop.json and DIR/loop.png."""
+    """Prints a table. Writes DIR/loop.json and DIR/loop.png."""
     parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])

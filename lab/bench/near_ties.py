@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The near-ties of a text under given weights, recomputed by one forward pass and the engine's own sampling kernels.
+"""Recomputes the near-ties of a text under given weights, by one forward pass and the engine's own sampling kernels.
 
 Shapes: P tokens of a text, V vocabulary, S request slots (one), L places of a sequence.
 """
@@ -16,21 +16,21 @@ from nemo_specrollout.generation.step.sampled_rows import Logits, RowKeys, TieTa
 
 Array = np.ndarray[Any, Any]
 _ROWS = 128
-"""Rows of logits at a time. They are the largest tensors here."""
+"""Number of rows of logits computed at a time. Logits are the largest tensors here."""
 
 
 class Ties(NamedTuple):
-    """What weights would sample after each beginning of a text, whether or not the text goes on so."""
+    """The tokens that weights would sample after each beginning of a text, even if the text continues differently."""
 
     token_P: Array
     """The token with the best perturbed score, int32."""
     gap_P: Array
-    """By how much its score is above the second-best one, in nats, float32."""
+    """Score gap to the second-best token, in nats, float32."""
     runner_up_P: Array
     """The token with the second-best score, int32."""
 
     def cut(self, length: int | None) -> "Ties":
-        """Returns those of the first `length` tokens; None for all."""
+        """Returns the ties of the first `length` tokens, or of all if `length` is None."""
         return Ties(*(values[:length] for values in self))
 
 

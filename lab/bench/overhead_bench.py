@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the cost of the block: start-up, memory, and our share of each step by number of requests.
 
-`python -m lab.bench.overhead_bench [--batches 64,256,1024]`. Each way is a process of its own. On a CPU our part
-includes what a GPU does on the device: looking up drafts and choosing among them. The host's part leaves that out.
+`python -m lab.bench.overhead_bench [--batches 64,256,1024]`. Each way runs in a process of its own. On a CPU our part
+includes the look-up and the choice of drafts, which a GPU does on the device. The host's part leaves them out.
 """
 
 import argparse
@@ -96,14 +96,14 @@ def _memory_mb() -> float:
 
 
 def _measure_apart(way: str, batches: str) -> dict[str, float]:
-    """`measure` in a process of its own; what it says on stderr goes to ours."""
+    """Runs `measure` in a process of its own. Forwards its stderr to ours."""
     command = [sys.executable, "-m", __spec__.name, "--way", way, "--batches", batches]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return dict(json.loads(said.splitlines()[-1]))
 
 
 def main() -> None:
-    """Prints the table, and its figures as JSON where `--way` names a single one."""
+    """Prints the table, or the figures as JSON if `--way` names a single way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="64,256,1024", help="numbers of requests, separated by commas")
     parser.add_argument("--way", choices=WAYS, help="measure this one alone, and print JSON")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of a real pair of policy and draft model in every layout of two cores, against what the planner predicted.
+"""Times a real pair of policy and draft model in every layout of two cores, and compares it with the planner's predictions.
 
 `python -m lab.bench.placement_bench --policy ... --draft ...` calls it. Each round goes through all numbers of requests, and
-through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a bench that is
-stopped loses nothing. Decoding is timed, not the reading of prompts. A figure is the median over rounds of the policy's time
-alone over the layout's time in the same round.
+through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a stopped bench
+loses nothing. Decoding is timed, not the reading of prompts. A figure is the median over rounds of the time of the policy
+alone divided by the layout's time in the same round.
 """
 
 import argparse
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 BATCH_TOKENS: Mapping[int, int] = {1: 96, 4: 64, 8: 48, 16: 32, 32: 24}
 """Length of each response by the number of requests, in tokens."""
 DRAINING, DRAINED, SHORTEST, LONGEST = "draining", 16, 16, 256
-"""A rollout of so many requests whose lengths, in tokens, grow from the shortest to the longest by an equal factor."""
+"""Name, number of requests, and shortest and longest length (tokens) of a rollout whose lengths grow by an equal factor."""
 PROMPT_SEED = 74
-"""Seed of the problems; the draft model was trained on others."""
+"""Seed of the problems. The draft model was trained on other problems."""
 TWO, ONE = 2, 1
-"""Threads of the policy's engine."""
+"""Numbers of threads of the policy's engine."""
 PAUSE_S = 1.0
 """Seconds between two rollouts."""
 WAYS: Sequence[tuple[int, Way]] = (
@@ -54,12 +54,12 @@ WAYS: Sequence[tuple[int, Way]] = (
     (ONE, Way(BOTH)),
 )
 MODES = {TWO: (PLAIN, COUPLED), ONE: (COUPLED, DECOUPLED, BOTH)}
-"""Layouts of the engines in the process of so many threads."""
+"""Layouts of the engines in a process, by its number of threads."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A rollout: its name and the length of each response in tokens."""
+    """A rollout's name and the length of each response in tokens."""
 
     name: str
     lengths: tuple[int, ...]
@@ -67,12 +67,12 @@ class Load:
 
 @dataclass
 class Found:
-    """What the rounds have found so far: by load, number of threads and way, one entry a round."""
+    """The results of the rounds so far, by load, number of threads and way, with one entry per round."""
 
     timed: dict[tuple[str, int, Way], list[Timed]] = field(default_factory=dict)
 
     def ratios(self, load: str, threads: int, way: Way) -> list[float]:
-        """By round, the seconds of the policy alone over those of a way."""
+        """Returns for each round the seconds of the policy alone divided by those of a way."""
         pairs = zip(self.timed[load, TWO, Way(PLAIN)], self.timed[load, threads, way], strict=False)
         return [plain.seconds / timed.seconds for plain, timed in pairs]
 
@@ -80,7 +80,7 @@ class Found:
         return statistics.median(self.ratios(load, threads, way))
 
     def acceptance(self, load: str) -> float:
-        """P(a draft is right after right ones), by the layout that drafts fewest in the policy's engine."""
+        """Returns P(a draft is right after right ones), from the layout that drafts fewest in the policy's engine."""
         timed = self.timed[load, *WAYS[1]]
         counts = {
             name: sum(t.after[name] - t.before[name] for t in timed if len(t.before) > 1)
@@ -89,13 +89,13 @@ class Found:
         return acceptance_of([{"mode": COUPLED, **counts}]) if counts["proposed"] else 0.0
 
     def best_fixed(self, load: str) -> tuple[int, Way]:
-        """The fastest way that does not choose for itself."""
+        """Returns the fastest way with a fixed number of drafts."""
         fixed = [key for key in WAYS if key[1].k or key[1].mode == PLAIN]
         return max(fixed, key=lambda key: self.ratio(load, *key))
 
 
 def loads(batches: Sequence[int], scale: float) -> list[Load]:
-    """The rollouts of a round: one for each number of requests, and the draining one."""
+    """Returns the rollouts of a round, one for each number of requests and the draining one."""
     found = []
     for batch in batches:
         tokens = BATCH_TOKENS.get(batch, 32)
@@ -105,7 +105,7 @@ def loads(batches: Sequence[int], scale: float) -> list[Load]:
 
 
 def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
-    """The load's requests: problems of the tasks that the policy was trained on, and free text, in turns."""
+    """Returns the load's requests, alternately problems of the policy's training tasks and free text."""
     from lab.local.step_rollout import load_tokenizer
     from lab.local.tasks import FreeText, ReasoningGymTask, Task
     from lab.policies.distilled_draft import SYSTEM_PROMPT, TASKS
@@ -121,7 +121,7 @@ def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
 
 
 def measured_tables(children: Mapping[int, ProcessPoolExecutor], pair: Pair) -> CostTables:
-    """The planner's measurements, by the engines that stand."""
+    """Returns the planner's measurements, made with the running engines."""
     found = {n: c.submit(pair_engines.measure, pair, PROFILED, n == ONE).result() for n, c in children.items()}
     curves = {
         name: tuple(CostCurve(n, PROFILED, tuple(costs[name])) for n, costs in found.items() if name in costs)
@@ -134,7 +134,7 @@ def measured_tables(children: Mapping[int, ProcessPoolExecutor], pair: Pair) -> 
 
 
 class Plan:
-    """The planner's predictions for one load, as speed over the policy alone on all threads."""
+    """The planner's predictions for one load, as speed relative to the policy alone on all threads."""
 
     def __init__(self, tables: CostTables, load: Load, acceptance: float) -> None:
         self._tables = tables
@@ -147,18 +147,18 @@ class Plan:
         """Numbers of requests that run together, with the tokens that each of them gets meanwhile."""
 
     def speed(self, threads: int, way: Way) -> float | None:
-        """Predicted speed of a way; None for one that chooses for itself."""
+        """Returns the predicted speed of a way, or None if the way chooses its number of drafts itself."""
         if not way.k and way.mode != PLAIN:
             return None
         seconds = self._seconds(threads, way)
         return None if seconds is None else (self._seconds(TWO, Way(PLAIN)) or 0.0) / seconds
 
     def choice(self, ways: Sequence[tuple[int, Way]]) -> tuple[int, Way]:
-        """The way that it predicts to be the fastest of these."""
+        """Returns the way with the highest predicted speed among these."""
         return max(ways, key=lambda key: self.speed(*key) or 0.0)
 
     def best_in_words(self) -> str:
-        """The best option of all, measured or not, for the number of requests at the start."""
+        """Returns the best option of all, measured or not, for the number of requests at the start."""
         best = self._placement(self._stages[0][0]).best
         return f"{best.in_words('thread')} ({best.speedup:.2f}x)"
 
@@ -183,7 +183,7 @@ def _fits(option: Option, threads: int, way: Way) -> bool:
 
 
 def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
-    """A row for each way: its speed over the policy alone, the prediction, and whether its tokens are plain decoding's."""
+    """Returns for each way its speed over the policy alone, the prediction, and if its tokens equal plain decoding's."""
     expected = found.timed[load.name, TWO, Way(PLAIN)][0].token_ids
     rows = []
     for threads, way in WAYS:
@@ -213,7 +213,7 @@ def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
 
 
 def verdict_of(load: Load, found: Found, plan: Plan) -> dict[str, Any]:
-    """Whether the planner chose the best fixed way, and what ways that choose for themselves reach of it."""
+    """Returns whether the planner chose the best fixed way, and how near to it the self-choosing ways come."""
     fixed = [key for key in WAYS if key[1].k or key[1].mode == PLAIN]
     best = found.best_fixed(load.name)
     chosen = plan.choice(fixed)
@@ -236,7 +236,7 @@ def verdict_of(load: Load, found: Found, plan: Plan) -> dict[str, Any]:
 
 
 def run_pair(options: argparse.Namespace, console: Console) -> int:
-    """Measures the pair round by round; prints tables and writes `pair.json` after each. Returns the exit code."""
+    """Measures the pair round by round. Prints tables and writes `pair.json` after each. Returns the exit code."""
     batches = options.batches or list(BATCH_TOKENS)
     if max(batches) > MOST_REQUESTS:
         console.print(f"--batches: {max(batches)}; an engine of this bench runs at most {MOST_REQUESTS}")
@@ -273,7 +273,7 @@ def _round(
     ways: Sequence[tuple[int, Way]],
     console: Console,
 ) -> dict[tuple[str, int, Way], Timed]:
-    """One rollout of each load in each of the ways, in this order. A remote drafter has a pause to end what is left."""
+    """Rolls out each load in each of the ways, in this order. Pauses let a remote drafter finish its remaining work."""
     found = {}
     for load, requests in work.items():
         for threads, way in ways:

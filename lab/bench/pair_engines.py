@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines of a real pair of policy and draft model, in every layout of two cores, and the planner's measurements of them.
 
-Everything here runs in a child process of `pair_bench`. A layout has one engine, which drafts with another policy of
-speculation from rollout to rollout: without drafts, with a fixed number of them, or with as many as pay.
+Everything here runs in a child process of `pair_bench`. A layout has one engine, whose speculation policy changes from rollout
+to rollout: no drafts, a fixed number of drafts, or as many drafts as pay.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ LONGEST_TEXT, MOST_REQUESTS = 512, 32
 KV_BYTES, DRAFTER_KV_BYTES = 288 << 20, 64 << 20
 PROFILED, PROFILED_STEPS, PROFILED_TEXT = (1, 4, 16, 32), 8, 256
 POSITIONS = 8
-"""The most drafts of a request in a step."""
+"""Largest number of drafts of a request in a step."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pair:
 
 
 def block_of(mode: str, draft: str, addresses: Sequence[str] = ()) -> SpecrolloutConfig:
-    """The block of a layout's engine. Remote drafters are those at `addresses`, or else one that the engine starts."""
+    """Returns the block of a layout's engine. Remote drafters are those at `addresses`, or one that the engine starts."""
     kwargs = {"kv_cache_memory_bytes": DRAFTER_KV_BYTES}
     where = {"addresses": tuple(addresses)} if addresses else {"workers": 1}
     remote = RemoteDrafterConfig(model=draft, max_requests=2 * MOST_REQUESTS, vllm_kwargs=kwargs, **where)
@@ -57,7 +57,7 @@ def block_of(mode: str, draft: str, addresses: Sequence[str] = ()) -> Specrollou
 
 
 def generation_of(block: SpecrolloutConfig) -> GenerationConfig:
-    """Float32 rollouts at T=1."""
+    """Returns the config of float32 rollouts at temperature 1."""
     kwargs = {
         "kv_cache_memory_bytes": KV_BYTES,
         "max_num_seqs": MOST_REQUESTS,
@@ -70,7 +70,7 @@ def generation_of(block: SpecrolloutConfig) -> GenerationConfig:
 
 _engines: "dict[str, RolloutEngine]" = {}
 _policies: dict[str, Any] = {}
-"""The policy of speculation by which each engine chooses for itself."""
+"""The speculation policy by which each engine chooses its number of drafts itself."""
 _weights: dict[str, "torch.Tensor"] = {}
 """The policy's weights in the first engine, by name."""
 
@@ -88,7 +88,7 @@ def start(pair: Pair, modes: Sequence[str]) -> None:
 
 
 def _share_weights(worker: Any) -> None:
-    """Lets the policies of all engines of this process have the same weights in memory: they are equal, and large."""
+    """Lets all engines of this process share the policy's weights in memory, because they are equal and large."""
     for name, parameter in worker.model_runner.model.named_parameters():
         known = _weights.setdefault(name, parameter.data)
         if (known.shape, known.stride(), known.dtype) == (parameter.shape, parameter.stride(), parameter.dtype):
@@ -97,12 +97,12 @@ def _share_weights(worker: Any) -> None:
 
 
 def roll_out(way: Way, requests: "Sequence[RolloutRequest]") -> Timed:
-    """Rolls out the requests in the engine of the way's layout, which drafts as the way says."""
+    """Rolls out the requests in the engine of the way's layout, which drafts in that way."""
     return decode_in(engine_for(way), requests)
 
 
 def engine_for(way: Way) -> "RolloutEngine":
-    """The engine of a layout, with the policy of speculation of this way: its own one where the way's k is 0."""
+    """Returns the engine of a layout with this way's speculation policy, which is the engine's own if the way's k is 0."""
     engine = _engines[way.mode]
     policy = FixedPolicy(way.k, POSITIONS) if way.k else _policies[way.mode]
     engine.run_in_worker(_Given(policy))
@@ -110,7 +110,7 @@ def engine_for(way: Way) -> "RolloutEngine":
 
 
 class _Given:
-    """Gives a worker a policy of speculation."""
+    """Gives a worker a speculation policy."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
@@ -125,9 +125,9 @@ def _policy_of(worker: Any) -> Any:
 
 
 def measure(pair: Pair, batches: tuple[int, ...], with_drafter: bool) -> Mapping[str, list[float]]:
-    """Seconds of verifying, of drafting in the policy's engine, and of a drafter's engine, by rows or requests.
+    """Returns seconds of verifying, of drafting in the policy's engine, and of a drafter's engine, by rows or requests.
 
-    It takes the engines that stand, and for `draft_s`, which is measured `with_drafter`, one of its own.
+    Uses the running engines, and for `draft_s`, which is measured if `with_drafter` is true, a new one.
     """
     generation = generation_of(block_of(COUPLED, str(pair.draft)))
     short = replace(generation, vllm_cfg=replace(generation.vllm_cfg, max_model_len=PROFILED_TEXT))
@@ -151,7 +151,7 @@ def _undrafted(engine: "RolloutEngine") -> "RolloutEngine":
 
 
 class _Silent(FixedPolicy):
-    """Drafts nothing, and lets the draft model follow nothing."""
+    """Drafts nothing, and keeps the draft model from reading any text."""
 
     is_dormant = True
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain, coupled and decoupled rollouts of one policy and one draft model, and what the planner had said.
+"""Times plain, coupled and decoupled rollouts of one policy and one draft model, and compares them with the planner.
 
 python -m lab.bench.placement_bench --out DIR [--hidden 192 --layers 16 --vocabulary 4096] [--upper-scale 0.2]
 python -m lab.bench.placement_bench --out DIR --trained
 python -m lab.bench.placement_bench --out DIR --policy models/smollm2_start --draft models/smollm2_draft [--rounds 3]
 
-The pair is made, of random weights; or DIR has two that `lab.policies.warm_start` trained for the demo's task,
-`policy` and `draft`; or the pair is a real one, which `pair_bench.py` measures in its own way.
-Every engine stands from the beginning to the end; rounds go through all of them, and ratios are of medians. An engine has one
-thread or as many as there are cores, each number in a process of its own; the decoupled drafter is one more process.
+By default the bench makes a pair with random weights. With `--trained`, DIR has the models `policy` and `draft`, which
+`lab.policies.warm_start` trained for the demo's task. A real pair is measured by `pair_bench.py` in its own way.
+All engines run from the beginning to the end. Rounds go through all of them, and ratios are of medians. An engine has one
+thread or as many as there are cores, each number in a process of its own. The decoupled drafter is one more process.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Work:
     prompts: Prompts
     """Token ids of the prompts."""
     tokens: int
-    """Length of each response, or the most tokens if responses may end earlier."""
+    """Length of each response, or the largest length if responses may end earlier."""
     is_exact: bool = True
     """Whether every response has exactly `tokens` tokens."""
 
@@ -66,14 +66,14 @@ _engines: dict[Way, "RolloutEngine"] = {}
 
 
 def generation_of(block: SpecrolloutConfig, tokens: int) -> GenerationConfig:
-    """Float32 rollouts at T=1."""
+    """Returns the config of float32 rollouts at temperature 1."""
     kwargs = {"kv_cache_memory_bytes": _KV_BYTES, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
     engine = VllmConfig(max_model_len=1024, precision="float32", enforce_eager=True)
     return GenerationConfig(vllm_cfg=engine, max_new_tokens=tokens, vllm_kwargs=kwargs, specrollout=block)
 
 
 def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
-    """In a child: starts its engines."""
+    """Starts the engines of a child process."""
     from lab.local.engine import RolloutEngine
 
     for way in ways:
@@ -82,7 +82,7 @@ def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
 
 
 def roll_out(way: Way, work: Work) -> Timed:
-    """In a child: the same requests for every way."""
+    """Rolls out the requests in a child process. They are the same for every way."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     length = work.tokens if work.is_exact else None
@@ -91,7 +91,7 @@ def roll_out(way: Way, work: Work) -> Timed:
 
 
 def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
-    """In a child: what the planner has to know."""
+    """Measures in a child process the costs that the planner needs."""
     from lab.bench.cost_profile import ProfileSpec, measure
 
     block = BESIDE[0].block(str(folder / "draft"))
@@ -100,13 +100,13 @@ def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[s
 
 
 def close() -> None:
-    """In a child: stops its engines."""
+    """Stops the engines of a child process."""
     while _engines:
         _engines.popitem()[1].close()
 
 
 class Bench:
-    """Owns a process for each number of threads, and what was measured."""
+    """Owns a process for each number of threads, and the measurements."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         self.folder = folder
@@ -118,7 +118,7 @@ class Bench:
             self.ways |= {(threads, way): child for way in ways}
 
     def tables(self, batches: tuple[int, ...]) -> CostTables:
-        """The profile, measured before the engines start."""
+        """Measures the profile, before the engines start."""
         found = {
             n: c.submit(measure_costs, self.folder, self.tokens, batches).result() for n, c in self._children.items()
         }
@@ -133,7 +133,7 @@ class Bench:
             child.submit(start, self.folder, [w for n, w in self.ways if n == threads], self.tokens).result()
 
     def rounds(self, work: Work, num_rounds: int) -> dict[tuple[int, Way], list[Timed]]:
-        """Rollouts of every way, one after the other, again and again; the first round warms up and is dropped."""
+        """Returns the rollouts of every way, which take turns. The first round warms up and is dropped."""
         found: dict[tuple[int, Way], list[Timed]] = {key: [] for key in self.ways}
         for _ in track(range(num_rounds + 1), f"batch {len(work.prompts)}", transient=True):
             for (threads, way), child in self.ways.items():
@@ -148,7 +148,7 @@ class Bench:
 
 
 def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[str, Any]]:
-    """A row for each way: seconds, speedup over the fastest plain engine, and whether the tokens are plain decoding's."""
+    """Returns for each way its seconds, speedup over the fastest plain engine, and if its tokens equal plain decoding's."""
     expected = found[1, Way("plain")][0].token_ids
     plain_s = min(_median_s(t) for (_, way), t in found.items() if way.mode == "plain")
     return [
@@ -172,7 +172,7 @@ def _median_s(timed: Sequence[Timed]) -> float:
 
 
 def _drafter_stats(timed: Sequence[Timed]) -> dict[str, Any]:
-    """Drafts verified and accepted, and how well a drafter kept up."""
+    """Returns the drafts verified and accepted, and how well a drafter kept up."""
     before = timed[0].before
     after = timed[-1].after
     counts = {name: after[name] - before[name] for name in ("proposed", "accepted")}
@@ -207,7 +207,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """The whole bench."""
+    """Runs the whole bench."""
     bench = Bench(options.out, options.tokens)
     shape: dict[str, Any] = {n: getattr(options, n) for n in ("hidden", "layers", "vocabulary", "upper_scale")}
     if options.trained:
@@ -243,7 +243,7 @@ def random_prompts(batch: int) -> Prompts:
 
 
 def task_prompts(policy: Path, batch: int) -> Prompts:
-    """Long problems of the demo's task."""
+    """Returns prompts of long problems of the demo's task."""
     from lab.local.step_addition import encode_prompt, make_problems
     from lab.local.step_rollout import load_tokenizer
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benches of placements share: a way of drafting, a timed rollout, and the processes that time them."""
+"""Shared parts of the benches of placements: a way of drafting, a timed rollout, and the processes that time them."""
 
 import os
 import time
@@ -22,12 +22,12 @@ COUPLED_KS = (2, 4, 8, 12)
 
 @dataclass(frozen=True)
 class Way:
-    """Way of drafting that is measured."""
+    """A way of drafting that is measured."""
 
     mode: str
     """`plain`, `coupled` or `decoupled`."""
     k: int = 0
-    """Drafts a step; 0 for as many as pay."""
+    """Drafts per step, or 0 for as many as pay."""
 
     def __str__(self) -> str:
         return self.mode if self.mode == "plain" else f"{self.mode} {f'k={self.k}' if self.k else 'auto'}"
@@ -45,7 +45,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Timed:
-    """One rollout: its seconds, steps and tokens, and what the engine knew of its drafts before and after it."""
+    """The seconds, steps and tokens of a rollout, and the engine's draft statistics before and after it."""
 
     seconds: float
     num_steps: int
@@ -90,7 +90,7 @@ def _counts(engine: "RolloutEngine") -> dict[str, Any]:
 
 
 def child_with(threads: int) -> ProcessPoolExecutor:
-    """Torch takes the number of its threads once, when it is loaded."""
+    """Returns a process with this number of threads, which torch reads only once, when it is loaded."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     child = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     child.submit(os.getpid).result()
@@ -98,7 +98,7 @@ def child_with(threads: int) -> ProcessPoolExecutor:
 
 
 def acceptance_of(rows: list[dict[str, Any]]) -> float:
-    """Accepted drafts over those before which all were right, if each is as likely; by coupled drafting of the fewest."""
+    """Returns the acceptance of a draft after right ones, as if equal at all positions, from the smallest coupled k."""
     row = next(r for r in rows if r["mode"] == "coupled")
     k = COUPLED_KS[0]
     mean = row["accepted"] / row["proposed"] * k

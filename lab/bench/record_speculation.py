@@ -3,8 +3,8 @@
 
     python -m lab.bench.record_speculation CONFIG --out FILE.npz [key=value ...]
 
-CONFIG is one of the local runner. Its engine decodes plainly, while all drafters propose after each token. The batches change
-their tasks: mixed ones, free text, mixed, repetitive, tasks that the head does not know, mixed.
+CONFIG is one of the local runner. Its engine decodes plainly, while all drafters propose after each token. The tasks change
+from batch to batch: mixed ones, free text, mixed, repetitive, tasks that the head does not know, mixed.
 """
 
 from dataclasses import replace

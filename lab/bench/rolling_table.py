@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates steps of an 8B policy with texts of coming steps in flight, against asynchronous steps that are off policy.
+"""Simulates steps of an 8B policy with texts of coming steps in flight, and compares them with asynchronous steps.
 
     python -m lab.bench.rolling_table --out DIR [--requests 32,128] [--seeds 3]
 
@@ -32,15 +32,15 @@ MEAN_TOKENS = 1_280.0
 """Mean length of the responses."""
 AHEAD = {"one": 1, "two": 2, "auto": AUTO}
 LEAST_PROBABILITY = 0.2
-"""Probability of a flip from which on the near-tie gets a branch."""
+"""Smallest probability of a flip at which a near-tie gets a branch."""
 
 
 def update(tokens_to_flip: float, *, has_branches: bool) -> AheadConfig:
     """Returns an update, with the branches that `FlipModel` would choose for it.
 
-    A gap of g scales flips with the probability 1 / (1 + exp(g)), and small gaps of all widths are equally frequent. So for
-    each flip there are log(1 / p - 1) / log(2) gaps that flip with a probability of at least p, and of all flips the share
-    1 + log(1 - p) / log(2) is at these.
+    A gap of g scales flips with probability 1 / (1 + exp(g)), and small gaps of all widths are equally frequent. So for each
+    flip there are log(1 / p - 1) / log(2) gaps that flip with a probability of at least p, and these have the share
+    1 + log(1 - p) / log(2) of all flips.
     """
     if not has_branches:
         return AheadConfig(tokens_to_flip)
@@ -56,7 +56,7 @@ UPDATES = {
     "larger": update(6_000, has_branches=False),
     "larger, branches": update(6_000, has_branches=True),
 }
-"""Updates that change a token of 30,000 or of 6,000, with and without branches."""
+"""Updates that change one token in 30,000 or in 6,000, with and without branches."""
 
 
 def scenario(num_requests: int, is_apart: bool, ahead: AheadConfig, seed: int, lag: int = 1) -> Scenario:
@@ -83,7 +83,7 @@ def asynchronous(num_requests: int, is_apart: bool, lag: int, seed: int) -> Step
 
 
 def rows(sizes: Sequence[int], seeds: range) -> Iterator[dict[str, Any]]:
-    """Yields the seconds of a step and of the part that waits for a rollout, means over the seeds."""
+    """Yields the seconds of a step and of its part that waits for a rollout, as means over the seeds."""
     for is_apart, num_requests in product((False, True), sizes):
         about = {"apart": is_apart, "requests": num_requests}
         for lag in (1, 2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout's speed by how many requests were running, of any engine alike and at next to no cost.
+"""Measures a rollout's speed by the number of running requests, for any engine in the same way and at almost no cost.
 
 Shapes: N bins of running requests.
 """
@@ -15,13 +15,13 @@ from lab.local.statistics import RolloutStats
 from lab.local.step_rollout import MeasuredRollout
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
-# The most running requests of each bin but the last, which has no end.
+# The largest number of running requests of each bin except the last, which is unbounded.
 MAX_RUNNING = (1, 2, 4, 8, 16, 32, 64)
 LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
 
 
 def bin_of(num_running: int) -> int:
-    """The bin of `num_running` requests."""
+    """Returns the bin of `num_running` requests."""
     return bisect_left(MAX_RUNNING, num_running)
 
 
@@ -34,14 +34,14 @@ class BinnedStats:
     seconds_N: np.ndarray
     tokens_N: np.ndarray
     num_request_steps: int
-    """Unfinished requests, summed over calls of the engine's step: what vLLM's own worker does not tell."""
+    """Unfinished requests, summed over calls of the engine's step. vLLM's own worker does not report this."""
 
 
 class BinnedRollout:
-    """A measured rollout that keeps its bins apart. Owns their seconds and tokens.
+    """Measures a rollout by bins. Owns their seconds and tokens.
 
-    Looks at the clock and counts tokens only when the bin changes, at the end of an engine step, so it costs nothing a step.
-    Example, of three requests: the bins are "3-4", then "2" once one has ended, then "1".
+    Reads the clock and counts tokens only when the bin changes, at the end of an engine step, so other steps cost nothing.
+    For example, three requests are in bin "3-4", then in "2" once one has ended, then in "1".
     """
 
     def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], at_a_time: int | None = None) -> None:
@@ -59,7 +59,7 @@ class BinnedRollout:
         return self._rollout.is_done
 
     def advance(self, seconds: float) -> None:
-        """A turn of about `seconds`."""
+        """Runs the rollout for about `seconds`."""
         self._rollout.advance(seconds)
 
     def result(self) -> BinnedStats:
@@ -71,7 +71,7 @@ class BinnedRollout:
         return min(self._num_requests - num_done, self._most_running)
 
     def _finished(self, num_done: int) -> None:
-        """Requests have ended in this step, whose tokens are of the bin before."""
+        """Counts requests that have ended in this step. The step's tokens belong to the bin before."""
         self._num_request_steps += (self._engine.num_steps - self._num_steps) * self._num_running
         self._num_steps = self._engine.num_steps
         before = bin_of(self._num_running)

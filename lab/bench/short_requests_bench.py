@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what the block costs where it can win little: many short requests of a tiny policy, against stock vLLM.
+"""Measures the cost of the block where it can gain little, by many short requests of a tiny policy compared with stock vLLM.
 
     python -m lab.bench.short_requests_bench [--batches 64 256 1024] [--seconds 60] [--ways "all drafters" ...]
 
 All engines are in one process and take turns of a few steps, in an order that changes from round to round. A request makes
-`--length` tokens. Prompts come again from round to round with other noise, as in the epochs of a run.
+`--length` tokens. Each round has the same prompts with other noise, like the epochs of a run.
 The time of a way is divided by that of stock vLLM in the same round, and the median of the rounds counts. A first round warms
-up. `--profile WAY` prints where the time of a way goes in the host's functions, and how many of its steps had drafts.
+up. `--profile WAY` prints the time of a way by the host's functions, and how many of its steps had drafts.
 """
 
 import argparse
@@ -41,9 +41,9 @@ SAMPLES = 8
 FEWEST_ROUNDS = 3
 WARM_UP = 1
 TURN_S = 0.1
-"""Seconds of a turn, which ends with a step."""
+"""Seconds of a turn, which ends at the end of a step."""
 PROFILED = 40
-"""Functions of a profile that are printed."""
+"""Number of functions of a profile that are printed."""
 
 
 def started(ways: Sequence[str], most: int, stack: ExitStack) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def measure(
 
 
 def row_of(engine: Any, took: Sequence[float], stock: Sequence[float], first_step: int, batch: int) -> list[str]:
-    """Returns the cells of a way: its median ratio to stock, the quartiles, and what its steps did."""
+    """Returns the cells of a way, with its median ratio to stock, the quartiles, and figures of its steps."""
     ratios = [a / b for a, b in zip(took, stock, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     cells = [str(batch), f"{statistics.median(took):.3f}", f"{middle:.3f}", f"{low:.3f}-{high:.3f}", str(len(ratios))]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the simulator with this machine: rollouts over its workers, predicted and measured, interleaved.
+"""Compares the simulator with this machine, by predicted and measured rollouts over the machine's workers.
 
     python -m lab.bench.simulation_bench CONFIG --out DIR [--rounds N] [--one-worker] [key=value ...]
 
 CONFIG is one of the local runner that names an EAGLE-3 head. Each round first measures the costs of steps and the acceptance
-of the head, for each number of workers and requests: by a plain rollout and by one with k drafts. Then it runs the rollouts
-that are predicted, on other prompts. They are plain, with k drafts, or with the budget `auto`, whose costs were not measured.
+of the head, for each number of workers and requests, by a plain rollout and by one with k drafts. Then it runs the predicted
+rollouts, on other prompts. They are plain, with k drafts, or with the budget `auto`, whose costs were not measured.
 They have few or many requests, which stay on their worker or may move. `--one-worker` has the requests of CONFIG's step
 instead. A prediction uses only the lengths of a rollout's responses.
 """
@@ -45,14 +45,14 @@ from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.telemetry.engine_stats import StepRows
 
-# Drafts a step where the number is fixed.
+# Drafts per step where the number is fixed.
 K = 3
 # Prompts, and samples of each.
 FEW = (4, 4)
 MANY = (8, 8)
-# Requests whose acceptance says little: fewer steps than this.
+# The acceptance of a request with fewer steps than this does not count, because it says little.
 _LEAST_STEPS = 12
-# Steps of about as many rows are one figure: bins in ratios of this.
+# Steps with about the same number of rows are averaged, in bins whose edges have this ratio.
 _BIN = 1.25
 _WARM_UP_ROUNDS = 1
 MOVING = FastestOfNConfig(max_racers=1)
@@ -60,7 +60,7 @@ MOVING = FastestOfNConfig(max_racers=1)
 
 @dataclass(frozen=True)
 class Case:
-    """A setting: how engines draft, how many there are, prompts and samples, and what may be done with the tail."""
+    """A setting: the engines' way of drafting, their number, prompts and samples, and what may be done with the tail."""
 
     kind: str
     num_workers: int
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Returns the setting in words."""
         drafting = {PLAIN: "plain", FIXED: f"k={K}", AUTO: "auto"}[self.kind]
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
         moving = "" if self.tail is None else ", moving"
@@ -86,14 +86,14 @@ _SETTINGS: tuple[tuple[int, tuple[int, int], FastestOfNConfig | None], ...] = (
 
 
 def cases_of(config: RunConfig, one_worker: bool) -> list[Case]:
-    """All settings, or one worker with the requests of the config's own step."""
+    """Returns all settings, or with `one_worker` those of one worker with the requests of the config's own step."""
     own = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
     settings = ((1, own, None),) if one_worker else _SETTINGS
     return [Case(kind, *setting) for kind in (PLAIN, FIXED, AUTO) for setting in settings]
 
 
 class FirstWorkers:
-    """The first few workers of a pool, as a coordinator drives them."""
+    """The first few workers of a pool, with the interface that a coordinator needs."""
 
     def __init__(self, pool: RolloutPool, number: int) -> None:
         self._pool = pool
@@ -105,8 +105,11 @@ class FirstWorkers:
 
 @dataclass(frozen=True)
 class Calibration:
-    """By how engines draft: seconds by rows; of the head seconds of a draft token by requests, P(right), its spread; and the
-    mean length of a prompt."""
+    """Costs that a round has measured.
+
+    They are the seconds of steps by rows for each way of drafting, the seconds of the head's draft token by requests,
+    P(a draft is right) and its spread, and the mean length of a prompt.
+    """
 
     verify: dict[str, CostCurve]
     drafting: CostCurve
@@ -135,8 +138,8 @@ class SimulationBench:
         self._step = 0
 
     def round(self) -> dict[str, tuple[float, float]]:
-        """Measured and predicted seconds of each case."""
-        # By requests too: the time of a step depends on how long texts are, of which tables know nothing.
+        """Returns measured and predicted seconds of each case."""
+        # Costs are also measured by requests, because a step's time depends on the lengths of texts, which tables ignore.
         settings = dict.fromkeys((case.num_workers, case.size) for case in self._coordinators)
         known = {setting: self._calibrate(*setting) for setting in settings}
         found = {}
@@ -170,7 +173,7 @@ class SimulationBench:
         return prompts.requests
 
     def _calibrate(self, num_workers: int, size: tuple[int, int]) -> Calibration:
-        """By a plain rollout and one with k drafts."""
+        """Returns the costs measured by a plain rollout and one with k drafts."""
         steps = {}
         rollouts = {}
         requests = {}
@@ -240,14 +243,14 @@ def _blocks(head: DrafterConfig) -> dict[str, SpecrolloutConfig]:
 
 
 def _decode_steps(traces: Sequence[StepRows]) -> dict[str, np.ndarray]:
-    """The columns of all engines' decode steps."""
+    """Returns the columns of all engines' decode steps."""
     rows = np.array([row for trace in traces for row in trace.rows], float)
     columns = dict(zip(traces[0].columns, rows.T, strict=True))
     return {name: column[columns["is_decode"] > 0] for name, column in columns.items()}
 
 
 def _curve(counts: np.ndarray, seconds: np.ndarray) -> CostCurve:
-    """Mean seconds by counts: what takes long now and then is part of a rollout too."""
+    """Returns mean seconds by counts. Means include occasional slow steps, which are part of a rollout too."""
     bins = np.round(np.log(counts) / np.log(_BIN)).astype(int)
     means = [(counts[bins == b].mean(), seconds[bins == b].mean()) for b in np.unique(bins)]
     rounded: dict[int, float] = {}
@@ -259,7 +262,7 @@ def _curve(counts: np.ndarray, seconds: np.ndarray) -> CostCurve:
 def _head_quality(
     rollouts: Sequence[Rollout], sample_stats: Sequence[Sequence[dict[str, Any] | None]]
 ) -> tuple[float, float]:
-    """Tokens a step over all requests, and the standard deviation of their acceptance's log-odds, less what chance adds."""
+    """Returns tokens per step over all requests, and the standard deviation of acceptance log-odds without chance."""
     lengths = []
     log_odds = []
     chance = []

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator's predictions beside what other benches have measured of layouts, and of moves and races.
+"""Compares the simulator's predictions with the measurements of other benches, of layouts and of moves and races.
 
     python -m lab.bench.simulation_error [--profile FILE] [--placement FILE] [--pair FILE] [--tail FILE] --out DIR
 
 `--placement` is a placement.json and `--pair` a pair.json of `lab.bench.placement_bench`. Predictions come from the times in
 `--profile` (`specrollout-lab profile`), or without it from those that pair.json has itself. `--tail` is a tail.json of
 `lab.bench.tail_bench`, with the running.json beside it. Then engines have the measured decode speeds, and the production
-policy moves and races in the simulator as it did in the engines. Without the lengths of all responses, rollouts of as many
-responses are drawn with the same median and longest one.
+policy moves and races in the simulator as it did in the engines. If a file lacks the lengths of all responses, rollouts of as
+many responses are drawn with the same median and longest one.
 
-An error is how much faster a way was predicted to be than it was, over the rollouts where nothing is drafted, moved or raced.
+Speeds are relative to rollouts in which nothing is drafted, moved or raced. An error is how much faster a way was predicted to
+be than it was.
 """
 
 import argparse
@@ -57,16 +58,16 @@ WAYS = {
     "racing": FastestOfNConfig(moving=False),
     "both": FastestOfNConfig(),
 }
-"""Ways of the bench of tails."""
+"""Configs of the ways of `lab.bench.tail_bench`, by name."""
 _SIMULATED = 32
-"""Rollouts that are drawn if lengths are not known."""
+"""Number of rollouts that are drawn if lengths are not known."""
 _SAME_P = 0.5
-"""Stands for the acceptance where measured speeds contain it."""
+"""Placeholder for the acceptance where the measured speeds already include it."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A way's measured and predicted speed over the base, and the planner's prediction if there is one."""
+    """A way's measured and predicted speed relative to the base, and the planner's prediction if there is one."""
 
     source: str
     load: str
@@ -87,7 +88,7 @@ class Compared:
 
 
 def speculation_of(way: str, threads: int, tables: CostTables) -> Speculation | None:
-    """Returns what simulates a way such as "coupled k=4"; None where nothing was measured for it."""
+    """Returns the simulation of a way such as "coupled k=4", or None if its costs were not measured."""
     verify = _of_size(tables.verify_s, threads)
     mode, _, drafts = way.partition(" ")
     k = int(found[1]) if (found := re.fullmatch(r"k=(\d+)", drafts)) else 0
@@ -120,7 +121,7 @@ def layout_s(speculation: Speculation, lengths_R: Sequence[int], p: float) -> fl
 
 
 def placement_rows(facts: dict[str, Any], tables: CostTables) -> Iterator[Compared]:
-    """Yields the ways of a placement.json, by speed over the fastest plain engine."""
+    """Yields the ways of a placement.json, with their speed relative to the fastest plain engine."""
     rows = [row for row in facts["rows"] if not row.get("planned")]
     for batch in dict.fromkeys(row["batch"] for row in rows):
         of_batch = [row for row in rows if row["batch"] == batch]
@@ -144,7 +145,7 @@ def _is_of(option: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def pair_rows(facts: dict[str, Any], tables: CostTables) -> Iterator[Compared]:
-    """Yields the ways of a pair.json, by speed over the policy alone on all threads."""
+    """Yields the ways of a pair.json, with their speed relative to the policy alone on all threads."""
     for verdict in facts["verdicts"]:
         lengths = verdict.get("lengths")
         rows = [row for row in facts["rows"] if row["load"] == verdict["load"]]
@@ -184,7 +185,7 @@ class MeasuredSpeeds:
     typical_p: tuple[float, ...]
 
     def tokens_per_s(self, method: int, batch: int) -> float:
-        """Returns the tokens a second of each of `batch` typical requests."""
+        """Returns the tokens per second of each of `batch` typical requests."""
         return self.table.tokens_per_s(method, batch)
 
     def prefill_s(self, num_tokens: int) -> float:
@@ -194,7 +195,7 @@ class MeasuredSpeeds:
 
 @dataclass(frozen=True)
 class _MeasuredCosts(Costs):
-    """Steps of one token for each request, at the measured speed."""
+    """Costs of steps that make one token for each request, at the measured speed."""
 
     speeds: MeasuredSpeeds
     method: int
@@ -207,7 +208,7 @@ class _MeasuredCosts(Costs):
 
 
 class MeasuredSpeculation(Speculation):
-    """A draft method whose tokens a second were measured. A step makes one token of each request."""
+    """A draft method whose tokens per second were measured. A step makes one token of each request."""
 
     def __init__(self, speeds: MeasuredSpeeds, method: int) -> None:
         super().__init__(_MeasuredCosts(speeds, method))
@@ -217,7 +218,7 @@ class MeasuredSpeculation(Speculation):
 
 
 def tail_rows(facts: dict[str, Any], running: SpeedTableFile) -> Iterator[Compared]:
-    """Yields the ways of a tail.json, by speed over the rollouts with neither."""
+    """Yields the ways of a tail.json, with their speed relative to rollouts without moves and races."""
     lengths = [np.array(of_rollout) for of_rollout in facts.get("all_lengths", ())] or list(_drawn(facts))
     past = [int(n) for of_rollout in lengths for n in of_rollout]
     seconds = {row["way"]: tail_s(facts, running, row["way"], lengths, past) for row in facts["rows"]}
@@ -231,7 +232,7 @@ def tail_rows(facts: dict[str, Any], running: SpeedTableFile) -> Iterator[Compar
 def tail_s(
     facts: dict[str, Any], running: SpeedTableFile, way: str, lengths: Sequence[np.ndarray], past: Sequence[int]
 ) -> list[float]:
-    """Returns the seconds of rollouts of these lengths. The policy has seen responses as long as theirs."""
+    """Returns the seconds of rollouts of these lengths. The straggler policy has seen responses of similar lengths."""
     methods = facts["split"].split(";") if facts["split"] else [running.rungs[0].method] * facts["engines"]
     names = list(dict.fromkeys(methods))
     speeds = MeasuredSpeeds(started_table(names, running), (_SAME_P,) * len(names))

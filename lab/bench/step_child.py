@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of GRPO that does a step whenever it is told to: `python step_child.py SPEC`, for `lab.bench.step_turns`.
+"""A run of GRPO that does a step on request, for `lab.bench.step_turns`. Started by `python step_child.py SPEC`.
 
-It is started by its path, so that it can run the `lab` of another checkout, the one that PYTHONPATH names first.
+It is started by its path, so that it can run the `lab` of another checkout, which PYTHONPATH names first.
 """
 
 import json

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures where the time of a decode step goes: the network, sampling, the head, our work, the rest of vLLM.
+"""Measures the parts of a decode step's time: the network, sampling, the head, our work, the rest of vLLM.
 
     OMP_NUM_THREADS=1 python -m lab.bench.step_profile CONFIG --out DIR [--batches 1,4,8,16,32]
         [--modes plain,ours] [key=value ...]
 
-Modes are rows of the bench. `stock` is vLLM without our worker, on its V2 runner; on its V1 runner with
-VLLM_USE_V2_MODEL_RUNNER=0 and NEMO_SPECROLLOUT_V2_ON_CPU=0 in the environment.
+Modes are rows of the bench. `stock` is vLLM without our worker, on its V2 runner, or on its V1 runner if
+VLLM_USE_V2_MODEL_RUNNER=0 and NEMO_SPECROLLOUT_V2_ON_CPU=0 are in the environment.
 
-Each batch stays full: a finished request makes room for another. Steps that read a prompt do not count. For a CPU, where
-functions return when their work is done.
+Each batch stays full, because another request replaces a finished one. Steps that read a prompt do not count. The profile is
+valid only on a CPU, where functions return when their work is done.
 """
 
 import time
@@ -44,7 +44,7 @@ STAGES = (NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST)
 
 
 class StageClock:
-    """Seconds spent in wrapped functions, by stage. A function inside another counts for its own stage only."""
+    """Sums the seconds spent in wrapped functions, by stage. A nested function counts for its own stage only."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -52,7 +52,7 @@ class StageClock:
         self._since = 0.0
 
     def wrap(self, owner: Any, name: str, stage: str) -> None:
-        """Counts the calls of `owner.name` for `stage`."""
+        """Wraps `owner.name`, so that its seconds count for `stage`."""
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ class StageClock:
         setattr(owner, name, timed)
 
     def take(self) -> dict[str, float]:
-        """Seconds by stage since the last call."""
+        """Returns the seconds by stage since the last call."""
         seconds = self._seconds
         self._seconds = defaultdict(float)
         return seconds
@@ -100,7 +100,7 @@ class Profile:
         self.stages[REST] += seconds - sum(stages.values())
 
     def row(self) -> dict[str, Any]:
-        """Milliseconds of a step, whole and by stage, and tokens that a request gains in it."""
+        """Returns the milliseconds of a step, whole and by stage, and the tokens that a request gains in it."""
         steps = max(self.num_steps, 1)
         return {
             "batch": self.batch,
@@ -149,7 +149,7 @@ def profile(engine: RolloutEngine, clock: StageClock, requests: Sequence[Rollout
 
 
 def measure(config: RunConfig, batches: Sequence[int], modes: Sequence[str] = (PLAIN, OURS)) -> list[dict[str, Any]]:
-    """Returns a row for each mode and batch size; the first batch is rolled out twice, to warm up."""
+    """Returns a row for each mode and batch size. The first batch is rolled out twice, to warm up."""
     every_row = bench_rows(replace(config, bench=replace(config.bench, rows=tuple(modes))))
     rows = []
     for way in [row for row in every_row if row.name in modes]:
@@ -165,7 +165,7 @@ def measure(config: RunConfig, batches: Sequence[int], modes: Sequence[str] = (P
 
 
 def main() -> None:
-    """Prints a table; writes DIR/step_profile.json."""
+    """Prints a table. Writes DIR/step_profile.json."""
     parser = bench_parser(__doc__)
     parser.add_argument("--batches", default="1,4,8,16,32", help="numbers of requests, separated by commas")
     parser.add_argument("--modes", default=f"{PLAIN},{OURS}", help="rows of the bench by name, separated by commas")

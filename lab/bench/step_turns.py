@@ -4,9 +4,9 @@
     python -m lab.bench.step_turns CONFIG --out DIR --ways plain ours d1 [--steps 4] [--apart] [key=value ...]
 
 CONFIG is one of the local runner. All ways have the same prompts and seeds, and so the same samples and losses. `plain` has no
-drafters, `ours` has text drafters, and `d1` to `d3` and `auto` have `run_ahead` besides. `today` is `ours` in the checkout
-that `--tree` names. With `--apart` engine and trainer have a core each, else they take turns on the cores. The first step is a
-warm-up, and in a run that makes texts ahead it is the step that has none yet. `bench.deepen` of the config deepens the policy.
+drafters, `ours` has text drafters, and `d1` to `d3` and `auto` also have `run_ahead`. `today` is `ours` in the checkout that
+`--tree` names. With `--apart` engine and trainer have a core each, otherwise they take turns on the cores. The first step only
+warms up. Runs that make texts ahead have none for it. `bench.deepen` of the config deepens the policy.
 """
 
 import json
@@ -37,7 +37,7 @@ _BLOCK = "policy.generation.specrollout"
 _TEXT_DRAFTERS = f"{_BLOCK}.drafters=[{{type: suffix}}, {{type: ngram}}]"
 _OFF = f"{_BLOCK}.run_ahead=null"
 _APART_TODAY = f"{_BLOCK}.run_ahead={{enabled: false}}"
-"""What puts an engine into a process of its own in checkouts that do not read `policy.generation.colocated`."""
+"""Override that puts an engine into its own process in checkouts that do not read `policy.generation.colocated`."""
 WAYS: Mapping[str, tuple[str, ...]] = {
     PLAIN: (f"{_BLOCK}.drafters=[]", _OFF),
     "ours": (_TEXT_DRAFTERS, _OFF),
@@ -47,11 +47,11 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 }
 _ALL = (f"{_BLOCK}.verify.requests_per_step=0", f"{_BLOCK}.draft_refresh=null", "checkpointing.enabled=false")
 WARM_UP = 1
-"""First steps that medians leave out."""
+"""Number of first steps that medians leave out."""
 _BEYOND = 4
-"""Steps of the config that are never done. Without them the last steps would have no coming ones to work for."""
+"""Number of additional steps in the config that are never done, so that the last steps also have coming ones."""
 _SAME = ("reward", "num_tokens", "loss")
-"""Metrics that are equal in all ways, because tokens and losses are."""
+"""Metrics that must be equal in all ways, because tokens and losses are."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Run:
 
 
 def run_in_turns(runs: Mapping[str, Run], num_steps: int) -> list[Taken]:
-    """Does steps, each of them in all runs, whose order changes from step to step."""
+    """Does each step in all runs. The order of the runs changes from step to step."""
     names = list(runs)
     taken = []
     for step in track(range(num_steps), "steps", transient=True):
@@ -128,7 +128,7 @@ def run_in_turns(runs: Mapping[str, Run], num_steps: int) -> list[Taken]:
 
 
 def rows_of(steps: Sequence[Taken]) -> list[dict[str, Any]]:
-    """Returns the figures of each way: seconds and ratios step by step, and their medians after the warm-up."""
+    """Returns for each way the seconds and ratios step by step, and their medians after the warm-up."""
     counted = steps[WARM_UP:]
     rows = []
     for way in steps[0].records:
@@ -165,7 +165,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _model_overrides(config: Path, overrides: Sequence[str], out: Path) -> list[str]:
-    """Returns the override that names the deepened policy, which is written below `out`; none without `bench.deepen`."""
+    """Returns the override that names the deepened policy, written below `out`. Returns none without `bench.deepen`."""
     found, _ = read_run_config(load_config(config, [*_ALL, _TEXT_DRAFTERS, *overrides]))
     if found.bench.deepen == 1:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures moving and racing stragglers against neither: the same rollouts on the same engines, way by way, interleaved.
+"""Measures rollouts with moved and raced stragglers, and without, by the same requests on the same engines in turns.
 
     python -m lab.bench.tail_bench CONFIG --out DIR [--workload mixed] [--split 'suffix+ngram;eagle3'] [key=value ...]
     python -m lab.bench.tail_bench CONFIG --out DIR --engines 4 --apart [--split 'suffix;ngram;eagle3;plain'] [...]
@@ -11,11 +11,11 @@ Requests are dealt out in equal shards, as NeMo-RL does, in all ways. All ways s
 same tokens in different times. Between two ways the engines forget the texts, because they would know the responses. Each way
 keeps its table of decode speeds and its estimate of lengths over all rollouts, as a run does.
 
-`--apart`: the engines are in this process, one computes at a time, and the seconds are the CPU seconds that each engine would
-have taken on a core of its own. Use it for more engines than cores, or on a machine that others use too.
+With `--apart` the engines are in this process, one computes at a time, and the seconds are the CPU seconds that each engine
+would have taken on a core of its own. Use it for more engines than cores, or on a machine that others use too.
 
-`--ladder FILE` begins the tables as a file of `specrollout-lab ladder` has them, and compares its ranking with the one by
-acceptance, which the paper uses, and with what the rollouts have measured.
+`--ladder FILE` fills the tables from a file of `specrollout-lab ladder`, and compares its ranking with the one by acceptance,
+which the paper uses, and with the speeds that the rollouts have measured.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Engines = EngineProcesses | EnginesApart
 
 @dataclass(frozen=True)
 class Way:
-    """A way to treat the tail: its coordinator, which has learned from earlier rollouts, and its policy, which is watched."""
+    """A way to treat the tail. Its coordinator has learned from earlier rollouts, and its policy is watched."""
 
     coordinator: DealingCoordinator
     policy: Watched
@@ -110,7 +110,7 @@ class TailBench:
         return [row_of(name, timed, base, base) for name, timed in self.timed.items()]
 
     def running_table(self, policy: str) -> SpeedTableFile | None:
-        """Returns what the last way has measured of the draft methods."""
+        """Returns the speeds of the draft methods that the last way has measured."""
         table = list(self.ways.values())[-1].coordinator._speeds.table
         return table_file(table, this_machine(), policy, [0.0] * len(table.methods))
 
@@ -137,7 +137,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Prints a table after each round, and writes what there is to DIR/tail.json."""
+    """Prints a table after each round, and writes the figures so far to DIR/tail.json."""
     options = _options()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     data = config.workloads[options.workload] if options.workload else config.data

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for the bench of tails: processes of a core each, or engines of one process on a clock of their CPU seconds.
+"""Engines for the bench of tails. Each has a process and a core, or all are in one process on a clock of CPU seconds.
 
 More engines than cores would share a core, and none would be idle while another decodes. So `EnginesApart` lets one engine
-compute at a time and counts as if each had a core: an engine's clock goes on by the CPU seconds of its turns.
+compute at a time and counts as if each had a core, by a clock for each engine that advances by the CPU seconds of its turns.
 """
 
 import os
@@ -26,7 +26,7 @@ from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
 
 def forget_texts(worker: Any) -> None:
-    """Empties the indexes of an engine's text drafters, which would know a response that is made a second time."""
+    """Empties the indexes of an engine's text drafters, which would know a response that is generated again."""
     router = worker.specrollout_router
     for drafter in () if router is None else router._drafters:
         if isinstance(drafter, LookupDrafter):
@@ -57,8 +57,8 @@ class EngineProcesses(RolloutPool):
 class EnginesApart:
     """A `LocalFleet` of engines in this process. Owns the engines and the clock that they share.
 
-    Invariant: the result of a turn is read when the clock shows the turn's end, and turns of an engine follow each other. The
-    first turn of an engine begins when it was sent.
+    The result of a turn is read when the clock shows the turn's end, and turns of an engine follow each other. The first turn
+    of an engine begins when it was sent.
     """
 
     def __init__(self, model: Path, generation: GenerationConfig, seed: int, num_engines: int) -> None:
@@ -108,12 +108,12 @@ class EnginesApart:
         self._engine_s += seconds
 
     def finish_turns(self) -> None:
-        """Takes the turns that are left of an earlier rollout."""
+        """Finishes the remaining turns of an earlier rollout."""
         while any(map(self.num_turns, range(len(self.methods)))):
             self.results()
 
     def revive(self) -> None:
-        """Does nothing: no engine dies without its process."""
+        """Does nothing, because an engine of this process cannot die alone."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
         raise NotImplementedError("the bench has one policy")
@@ -138,7 +138,7 @@ class EnginesApart:
 
 
 def use_clocks_of(fleets: Sequence[EnginesApart]) -> None:
-    """Lets coordinators read the clocks of these fleets, one of which is at work, and lets turns last CPU seconds."""
+    """Lets coordinators read the clocks of these fleets, one of which is at work, and measures turns in CPU seconds."""
     clock = SimpleNamespace(perf_counter=lambda: sum(fleet.now_s() for fleet in fleets))
     for module in (attempts, coordinator):
         module.time = clock  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the bench of tails: what a forecast said against what came, and a row of each way to treat a tail.
+"""Computes figures of the bench of tails: the error of a forecast, and a row for each way to treat a tail.
 
 Shapes: R requests, E engines; see `stragglers/decisions/straggler_policy.py`.
 """
@@ -24,7 +24,7 @@ IN_VAIN = (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What the policy expected at its first decision that changed something, or when the first engine had run out."""
+    """The policy's forecast at its first decision that changed something, or when the first engine had no more requests."""
 
     at_s: float
     """Time of the decision, by the clock of the engines."""
@@ -79,7 +79,7 @@ class Timed:
 
     @property
     def forecast_error(self) -> float | None:
-        """By how much too long the forecast was, as a share of the seconds that were left; negative if it was too short."""
+        """Returns the forecast's error as a share of the remaining seconds. Positive if too long. None without a forecast."""
         if self.foreseen is None:
             return None
         left_s = self.began_s + self.seconds - self.foreseen.at_s
@@ -87,7 +87,7 @@ class Timed:
 
     @property
     def num_repeated(self) -> int:
-        """Tokens of prompts and responses that were computed again, because another engine had them."""
+        """Returns the number of prompt and response tokens that were computed again, because another engine had them."""
         begun: set[int] = set()
         repeated = 0
         for span in sorted(self.timeline.spans, key=lambda s: s.start_s):
@@ -98,12 +98,12 @@ class Timed:
 
     @property
     def lost_s(self) -> float:
-        """Seconds of attempts that another racer beat, or that gave up."""
+        """Returns the seconds of attempts that another racer beat, or that gave up."""
         return sum(s.end_s - s.start_s for s in self.timeline.spans if s.outcome in IN_VAIN)
 
     @property
     def tail_share(self) -> float:
-        """Share of the rollout's seconds after the first engine had run out for good, by attempts."""
+        """Returns the share of the rollout's seconds after the first engine had run out of attempts for good."""
         engines = range(len(self.timeline.methods))
         lasts = [max((s.end_s for s in self.timeline.spans if s.engine == e), default=0.0) for e in engines]
         return 1.0 - min(lasts) / max(lasts)
@@ -146,13 +146,13 @@ def row_of(name: str, timed: Sequence[Timed], base: Sequence[Timed], first: Sequ
 
 
 def spread(values: Any) -> list[float]:
-    """Returns least, median and greatest of some numbers; nothing for none."""
+    """Returns least, median and greatest of some numbers, or an empty list for none."""
     ordered = sorted(values)
     return [ordered[0], statistics.median(ordered), ordered[-1]] if ordered else []
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the rows for the terminal; each cell has the median and the range over rollouts, or a sum."""
+    """Returns the rows for the terminal. Each cell has the median and the range over rollouts, or a sum."""
     table = Table(pad_edge=False)
     names = (
         "way",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares rankings of draft methods: by acceptance, which SpecActor's draft ladder uses, by measured speed, and by a run.
 
-What a run has measured at one request stands for the tail. The regret of a ranking is by how much longer a straggler takes
+The tail is represented by a run's measurements at one request. The regret of a ranking is how much longer a straggler takes
 with the ranking's first method than with the fastest one.
 """
 

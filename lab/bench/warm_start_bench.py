@@ -4,12 +4,13 @@
     python -m lab.bench.warm_start_bench CONFIG --out DIR [--batch 16] [--before 1] [--rounds 1] [--head-only] [--cpu-time]
         [key=value ...]
 
-CONFIG is one of the local runner with drafters with and without weights. An earlier engine with all drafters rolls out
+CONFIG is one of the local runner with an EAGLE-3 head and text drafters. An earlier engine with all drafters rolls out
 `--before` phases of other requests, keeps what it has learned, and ends. Then engines start: plain decoding, the text
 drafters, the head, all drafters cold, and all drafters warm from the file. They take turns with the first requests of a run,
-of which `--batch` run at once. Speeds are tokens a second while the batch is full, over plain. "Over" is all drafters over
-the best of the text drafters and the head, which begin cold. Each round has new engines and other requests. `--head-only`
-leaves the text drafters alone out, for a machine with little memory where the head is the best part anyway.
+of which `--batch` run at once. Speeds are tokens per second while the batch is full, divided by plain's. "Over" is the speed
+of all drafters divided by the best of the text drafters and the head, which begin cold. Each round has new engines and other
+requests. `--head-only` skips the row of the text drafters alone, for a machine with little memory where the head is the best
+part anyway.
 """
 
 import itertools
@@ -45,7 +46,7 @@ class Phase(NamedTuple):
     """What an engine did in a phase."""
 
     rate: float
-    """Tokens a second while the batch was full."""
+    """Tokens per second while the batch was full."""
     length: float
     """Tokens that a request gains in a step of the engine."""
     drafts: float
@@ -56,13 +57,13 @@ Phases = dict[str, Phase]
 
 
 def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
-    """Returns plain, these parts of the drafters, and all of them, by name. None of them keeps anything."""
+    """Returns by name the rows of plain, of these parts of the drafters, and of all drafters. None keeps what it learns."""
     rows = bench_rows(replace(config, bench=replace(config.bench, rows=())))
     return {row.name: row for row in rows if row.name in (PLAIN, *parts, OURS)}
 
 
 def kept_in(folder: Path, row: BenchRow) -> BenchRow:
-    """Returns the row with an engine that keeps what it learns in `folder`, and begins with what is there."""
+    """Returns the row with an engine that keeps what it learns in `folder`, and starts with the folder's contents."""
     block = row.generation.specrollout
     block = replace(block, learned=replace(block.learned, history=False, warm_start=True, folder=str(folder)))
     return BenchRow(WARM, OURS, replace(row.generation, specrollout=block))
@@ -102,7 +103,7 @@ def phase_of(entrant: Entrant, batch: int) -> Phase:
 
 
 def table_of(rounds: Sequence[Phases]) -> Table:
-    """Returns the table: a row for each way, with medians over the rounds."""
+    """Returns a table with a row for each way, with medians over the rounds."""
     table = new_table("the first phase of a run: speed over plain, and over the best part")
     for name in (
         "drafters",

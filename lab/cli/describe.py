@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences that describe a local run, for `specrollout-lab explain`; without torch."""
+"""Sentences that describe a local run, for `specrollout-lab explain`. Imports no torch."""
 
 import os
 
@@ -69,7 +69,7 @@ def _describe_task(data: DataConfig) -> str:
 
 
 def _describe_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
-    """Returns lines on the rollout workers and on their stragglers; none if there is one worker."""
+    """Returns lines on the rollout workers and their stragglers, or none if there is one worker."""
     if num_workers == 1:
         return []
     kinds = block.drafters_of_engines

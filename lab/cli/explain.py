@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab explain`: what a config runs, what to expect of it, and its known traps; without torch."""
+"""`specrollout-lab explain` says what a config runs, what to expect of it, and its known traps. Imports no torch."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ PLAN_FLAGS = ("batch", "devices", "acceptance")
 
 
 def explain(parsed: argparse.Namespace) -> int:
-    """Prints all sections; returns 0 if `run` can run the config. Raises ConfigError if no command can."""
+    """Prints all sections. Returns 0 if `run` can run the config. Raises ConfigError if no command can."""
     tree = load_config(parsed.config, parsed.overrides)
     if parsed.device is not None:
         device_named(parsed.device, "--device")
@@ -58,7 +58,7 @@ def explain(parsed: argparse.Namespace) -> int:
 
 
 def _subject_of(tree: dict[str, Any]) -> Subject:
-    """Returns what is known of a config. Raises ConfigError for a local config that not even `bench` can run."""
+    """Returns the facts about a config. Raises ConfigError for a local config that not even `bench` can run."""
     if runtime_of(tree) == "nemo_rl":
         return describe_config(tree)
     prepared = prepare_local(tree)
@@ -87,7 +87,7 @@ def _trap_lines(subject: Subject) -> Iterator[str]:
 
 
 def _show_predictions(subject: Subject, plan: Plan | None, parsed: argparse.Namespace, console: Console) -> list[str]:
-    """Prints the sections that need measurements or a simulation; returns why the config cannot be simulated, if so."""
+    """Prints the sections that need measurements or a simulation. Returns the reasons why the config cannot be simulated."""
     is_local = runtime_of(subject.tree) == "local"
     expected = None
     errors = []
@@ -185,7 +185,7 @@ def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console)
 
 
 def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iterator[str]:
-    """Yields the conditions of moves and races and their predicted gain; `expected` is None without a prediction."""
+    """Yields the conditions of moves and races and their predicted gain. `expected` is None without a prediction."""
     racing = block.fastest_of_n
     if racing is None or not racing.enabled:
         yield "off: no request moves or races; the block fastest_of_n turns it on"

@@ -136,7 +136,7 @@ PROGRAM = Program(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
+    """Runs a command. Returns its exit code."""
     return PROGRAM.run(arguments)
 
 

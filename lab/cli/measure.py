@@ -30,7 +30,7 @@ Measured = Mapping[str, Sequence[float]]
 
 
 def bench(parsed: argparse.Namespace) -> int:
-    """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table. Rows are interleaved."""
+    """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table. The table's rows are measured in turns."""
     prepared = prepare(parsed.config, parsed.overrides)
     use_threads(prepared.config.cluster.threads)
     from lab.bench.bench import run_bench
@@ -72,7 +72,7 @@ def profile(parsed: argparse.Namespace) -> int:
 
 
 def _threads(written: str) -> list[int]:
-    """Returns the numbers of threads that the user wrote; by default one, and two if there are two cores."""
+    """Returns the numbers of threads that the user wrote. The default is one, and also two if there are two cores."""
     cores = os.cpu_count() or 1
     if not written:
         return [1, 2][:cores]
@@ -155,7 +155,7 @@ def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) 
 
 
 def ladder_table(measured: SpeedTableFile, boxed: bool) -> Table:
-    """Returns tokens a second of each request by batch size, with the method's ranks alone and in the largest batch."""
+    """Returns tokens per second of each request by batch size, with the method's ranks alone and in the largest batch."""
     rungs = [rung for rung in measured.rungs if rung.task == ANY_TASK]
     batches = sorted({batch for rung in rungs for batch in rung.batches})
     method = "method, tokens/s at batch"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of verifying and drafting, compared by measured times: a part of `specrollout-lab explain`; without torch."""
+"""Compares places of verifying and drafting by measured times, for `specrollout-lab explain`. Imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from nemo_specrollout.config.nemo_rl_tree import at, generating_gpus, runtime_of
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 
 DEFAULT_ACCEPTANCE = 0.8
-"""Assumed share of right draft tokens."""
+"""Assumed share of draft tokens that are accepted after accepted ones."""
 MAX_LISTED = 8
 """Largest number of alternatives in the table."""
 
@@ -30,15 +30,15 @@ class PlanRequest:
     """Rollouts to place on devices."""
 
     batch: int = bounded(low=1)
-    """Requests that run at a time."""
+    """Requests that run at the same time."""
     devices: int = bounded(low=1)
     """Threads or GPUs that generate."""
     acceptance: float = bounded(low=0.0, high=1.0)
     """Share of right draft tokens after right ones."""
     max_k: int = bounded(low=1)
-    """Most draft tokens of a request and step."""
+    """Largest number of draft tokens of a request in a step."""
     max_groups: int | None = None
-    """Most engines of the policy; None for any number. The local runner has one."""
+    """Largest number of engines of the policy, or None for any number. The local runner has one."""
     policy: str = ""
     """`policy.model_name`."""
 

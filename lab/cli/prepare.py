@@ -36,7 +36,7 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 _LONGEST_NAME = 255
 """Longest file name, in bytes."""
 _LONGEST_PATH = 3800
-"""Longest path of a run directory, in bytes, so that the names of our files fit behind it."""
+"""Longest path of a run directory, in bytes. It leaves room for the names of our files."""
 _KEYS_OF_ARGUMENTS = {
     "model": "policy.model_name",
     "dtype": "policy.generation.vllm_cfg.precision",
@@ -58,7 +58,7 @@ class Prepared:
     model_config: dict[str, Any]
     """`config.json` of the policy."""
     placement: str = ""
-    """Sentence on the place that `placement: auto` chose for the drafter; empty without it."""
+    """Sentence on the place that `placement: auto` chose for the drafter. Empty without `placement: auto`."""
 
 
 def prepare(path: Path, overrides: list[str]) -> Prepared:
@@ -101,7 +101,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
 
 
 def prepare_run(tree: dict[str, Any]) -> Prepared:
-    """Checks a config tree that the local trainer is to train, and applies `placement: auto`. Raises ConfigError."""
+    """Checks a config tree for the local trainer, and applies `placement: auto`. Raises ConfigError."""
     prepared = prepare_local(tree)
     check_trainer(prepared)
     return place_drafter(prepared)
@@ -156,7 +156,7 @@ def place_drafter(prepared: Prepared) -> Prepared:
 
 
 def _check_log_dir(path: Path) -> None:
-    """Raises ConfigError if the folder cannot be made: makes and removes a folder in the nearest parent that exists."""
+    """Raises ConfigError if the folder cannot be made. Tries it by a temporary folder in the nearest parent that exists."""
     try:
         existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
         if not existing.is_dir():
@@ -194,7 +194,7 @@ def check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any], length: int) -> None:
-    """Raises ConfigError for drafters whose files do not fit policy or length, and for remote ones that cannot be reached."""
+    """Raises ConfigError for drafters whose files do not fit the policy or the length, and for unreachable remote drafters."""
     path = f"{BLOCK_PATH}.drafters"
     has_mtp = model_folder.has_mtp_layers(model_config)
     for drafter in block.drafters:
@@ -231,7 +231,7 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
 
 
 def _check_small_model(folder: Path, policy: Path, kind: str) -> None:
-    """Raises ConfigError for a draft model that is missing, incomplete, or of another vocabulary."""
+    """Raises ConfigError for a draft model that is missing or incomplete, or has another vocabulary than the policy."""
     path = f"{BLOCK_PATH}.drafters.model"
     text = f"folder {folder} of the draft model does not exist; name a Hugging Face folder"
     raise_first_mistake(path, (not folder.is_dir(), "", text))
@@ -239,7 +239,7 @@ def _check_small_model(folder: Path, policy: Path, kind: str) -> None:
 
 
 def _check_loadable(folder: Path, policy: Path, kind: str) -> None:
-    """Raises ConfigError for a drafter that vLLM cannot load, or not use for the policy."""
+    """Raises ConfigError for a drafter that vLLM cannot load, or cannot use for the policy."""
     try:
         model_folder.check_model(folder, policy, kind)
     except ValueError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab report`: the report and the picture of a local run, with the charts that only local runs have."""
+"""`specrollout-lab report` writes the report and the picture of a local run, with the charts that only local runs have."""
 
 import argparse
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab rollouts`: a policy answers prompts, for `refresh-draft --rollouts`. A killed command can be repeated."""
+"""`specrollout-lab rollouts` lets a policy answer prompts, for `refresh-draft --rollouts`. It can be repeated if killed."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ SEED_OFFSET = 1_000_000
 
 
 def rollouts(parsed: argparse.Namespace) -> int:
-    """Appends a line for each sample that the file lacks; returns 0. Raises ConfigError.
+    """Appends a line for each sample that the file lacks. Returns 0. Raises ConfigError.
 
     A response depends on its prompt, its number and the seed alone, so a continued command ends with the same rollouts.
     """
@@ -37,7 +37,7 @@ def rollouts(parsed: argparse.Namespace) -> int:
     raise_first_mistake("", *((n < 1, name, f"{n}; make at least one") for name, n in counts.items()))
     check_out(parsed.out)
     use_threads(os.cpu_count() or 1)
-    # A full check of the config would want the head that is to be made.
+    # A full check of the config would demand the draft head, which is trained on these rollouts later.
     config, _ = read_run_config(load_config(parsed.config, parsed.overrides))
     policy = Path(config.policy.model_name)
     check_model(policy, config)
@@ -60,7 +60,7 @@ def rollouts(parsed: argparse.Namespace) -> int:
 
 
 def task_prompts(config: RunConfig, num: int, seed: int) -> list[list[int]]:
-    """Returns prompts as token ids, of `bench.workloads` in turn, or else of `data`.
+    """Returns prompts as token ids, taken in turn from `bench.workloads`, or from `data` if there are no workloads.
 
     Raises ConfigError for tasks that do not exist.
     """
@@ -78,7 +78,7 @@ def task_prompts(config: RunConfig, num: int, seed: int) -> list[list[int]]:
 
 
 def _prompts_in(file: Path, policy: Path) -> list[list[int]]:
-    """Returns the different prompts of a file, in order: a text a line, or {"prompt_token_ids": [...]}."""
+    """Returns the distinct prompts of a file, in order. Each line is a text, or {"prompt_token_ids": [...]}."""
     from lab.local.step_rollout import load_tokenizer
 
     try:
@@ -133,7 +133,7 @@ def _move(progress: Progress, bar: TaskID, start: int, done: int) -> None:
 
 
 def _cut_to_whole_lines(file: Path) -> int:
-    """Cuts off a line that a killed process did not finish; returns the number of remaining lines."""
+    """Cuts off a line that a killed process did not finish. Returns the number of remaining lines."""
     content = file.read_bytes() if file.is_file() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):

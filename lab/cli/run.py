@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab run`: a GRPO run on this machine, resumable, with a report however it ends."""
+"""`specrollout-lab run` starts or resumes a GRPO run on this machine, and writes a report however the run ends."""
 
 import argparse
 import time
@@ -37,7 +37,7 @@ class RunInterrupts(Interrupts):
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Starts or resumes a run; returns 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
+    """Starts or resumes a run. Returns 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
     prepared = prepare_run(load_config(parsed.config, parsed.overrides))
     use_threads(prepared.config.cluster.threads)
     from lab.local.progress import Progress
@@ -62,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress") -> int:
-    """Runs the remaining steps, then writes the results, however the steps end; returns the exit code.
+    """Runs the remaining steps, then writes the results, however the steps end. Returns the exit code.
 
     Raises KeyboardInterrupt, ConfigError if the policy diverged, and OSError.
     """
@@ -95,7 +95,7 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
 
 
 def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -> dict[str, Any] | None:
-    """Writes summary, report and picture; returns the summary. Warns and returns None if they cannot be written.
+    """Writes summary, report and picture. Returns the summary. Warns and returns None if they cannot be written.
 
     Raises nothing, so that the error which ended the run is reported.
     """
@@ -111,7 +111,7 @@ def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -
 
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":
-    """Starts engine and policy; nothing is written before both have started. Raises ConfigError if one refuses."""
+    """Starts engine and policy. Nothing is written before both have started. Raises ConfigError if one refuses."""
     from lab.local.runner import GrpoRunner
 
     if prepared.ignored:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab simulate`: the predicted time of a step, and the gain of each feature; without torch."""
+"""`specrollout-lab simulate` predicts the time of a step, and the gain of each feature. Imports no torch."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ LIST = "list"
 PAPERS = "papers"
 """Subject that compares the simulator with the figures of two papers."""
 _NUM_POINTS = 200
-"""Points of the written curve of busy engines over time."""
+"""Number of points of the curve of busy engines over time that the command writes."""
 
 
 def simulate(parsed: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
 
 
 def _refuse_more(parsed: argparse.Namespace, subject: str, *flags: str) -> None:
-    """Raises ConfigError if one of `flags` is given, which have no meaning for this subject."""
+    """Raises ConfigError if one of `flags` is given, because they have no meaning for this subject."""
     for flag in flags:
         if (value := getattr(parsed, flag)) is not None:
             raise ConfigError(f"--{flag}: {str(value)!r} has no meaning for `simulate {subject}`; remove it")
@@ -93,7 +93,7 @@ def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
 
 
 def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[np.ndarray]]:
-    """Returns the scenario and the response lengths of a trace, to which the lengths that policies expect are fitted."""
+    """Returns the scenario and a trace's response lengths. The lengths that policies expect are fitted to the trace."""
     if trace is None:
         return scenario, []
     lengths = read_trace(trace, "--trace")
@@ -102,7 +102,7 @@ def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[
 
 
 def _account(boxed: bool) -> Table:
-    """Returns a table of both papers' figures and the simulator's."""
+    """Returns a table of the figures of both papers and those of the simulator."""
     names = ("table", "cell", "paper", "simulated", "error", "role")
     rows = []
     for cell in account():

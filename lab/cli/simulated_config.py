@@ -150,7 +150,7 @@ def _method(drafter: DrafterConfig) -> dict[str, Any]:
 
 
 def _scenario(found: dict[str, Any], tree: Tree) -> Scenario:
-    """Builds the scenario from what was found and the user's own block above it."""
+    """Builds the scenario from the derived values `found`, which the user's own block overrides."""
     own = tree.get(OWN_BLOCK, {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"{OWN_BLOCK}: expected a block of keys, got {own!r}")

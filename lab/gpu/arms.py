@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of rolling out that `real_8b` compares, what is predicted of each, and what follows. Loads no torch."""
+"""Ways of rolling out that `real_8b` compares, the prediction for each, and the verdict on their times. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ ARMS = (
 )
 PREDICTIONS = tuple(f"{arm.title}: {arm.predicted}" for arm in ARMS)
 BEST_OF = (5, 7, 1)
-"""Numbers of drafts that vLLM's best is chosen from, besides 3, in the order of their worth."""
+"""Numbers of drafts, besides 3, among which vLLM's best is chosen. The most promising one comes first."""
 DEPTHS = "steps of a request whose first 1, 2, ... drafts were all accepted"
 
 
 def verdict(seconds: Mapping[str, float]) -> str:
-    """Returns what follows from the seconds that arms need for A's texts."""
+    """Returns the conclusion from the seconds that the arms need for A's texts."""
     c, d = seconds["C"], seconds["D"]
     if d > c:
         return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws tokens a second by running requests, from `real_8b` in a file of the GPU check: plain, vLLM's best, ours.
+"""Draws tokens per second by running requests, from `real_8b` in a file of the GPU check: plain, vLLM's best, ours.
 
     python -m lab.gpu.chart results/gpu_check.json --out results/gpu.png
 

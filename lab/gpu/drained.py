@@ -16,14 +16,14 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 MAX_RUNNING = (1, 2, 4, 8, 16, 32, 64)
 LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
-"""Bands of running requests; the most requests of each but the last."""
+"""Labels of the bands of running requests, and the largest number of requests in each band but the last."""
 MOST_DEPTHS = 8
 """Draft positions whose acceptance is shown."""
 
 
 @dataclass(frozen=True)
 class Drained:
-    """The records of a batch. A step's seconds are those between two answers of the engine, as its caller sees them."""
+    """The records of a batch. A step's seconds are those between two returns of the engine, as its caller sees them."""
 
     rollouts: list[Rollout]
     seconds_S: np.ndarray
@@ -55,13 +55,13 @@ class Drained:
         return found
 
     def step_ms(self, least: int, most: int) -> float | None:
-        """Returns the median milliseconds of a step with this many running requests; None if there was no such step."""
+        """Returns the median milliseconds of a step with this many running requests, or None if there was no such step."""
         of_size = (self.running_S >= least) & (self.running_S <= most) & (self.tokens_S > 0)
         return 1e3 * float(np.median(self.seconds_S[of_size])) if of_size.any() else None
 
 
 def acceptance(batches: Sequence[Drained]) -> list[float]:
-    """Returns the share of request-steps whose first 1, 2, ... drafts were all accepted, for steps with drafts or not."""
+    """Returns the share of request-steps whose first 1, 2, ... drafts were all accepted. Counts steps without drafts too."""
     num_with = np.sum([drained.num_with for drained in batches], axis=0)
     return [float(n) / max(int(num_with[0]), 1) for n in num_with[1:]]
 
@@ -85,7 +85,7 @@ def drain(engine: RolloutEngine, requests: Sequence[RolloutRequest], max_tokens:
 
 
 class _TokenCounter:
-    """New tokens of requests that run. Owns the last count of each."""
+    """Counts the new tokens of running requests. Owns the last count of each."""
 
     def __init__(self, engine: RolloutEngine, generation: Generation) -> None:
         outputs = engine._llm.llm_engine.output_processor

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check with large models and forced acceptance: what drafts bring that are right with probability p.
+"""Items of the GPU check with large models and forced acceptance, which show the gain of drafts that are right with
+probability p.
 
-Weights are random, so no drafter could be right. vLLM's own synthetic acceptance does not serve: it replaces the rule by which
-drafts are accepted, and so does our verification, whose rule is what is to be timed. Instead, a drafter looks the right tokens
-up in a plain run, and spoils each with probability 1 - p. Logits of random weights are nearly flat. So the noise of seed and
-position decides each token, and the texts of the plain run stay right.
+Weights are random, so no drafter could be right. vLLM's own synthetic acceptance cannot be used, because it replaces our
+acceptance rule, which is to be timed. Instead, a drafter looks the right tokens up in a plain run, and spoils each with
+probability 1 - p. Logits of random weights are nearly flat. So the noise of seed and position decides each token, and the
+texts of the plain run stay right.
 
 Shapes: B requests of the batch, N known texts, L longest text, K draft positions, S request slots.
 """
@@ -39,7 +40,7 @@ STANDARD_ERRORS = 4.0
 
 @dataclass(frozen=True)
 class Extent:
-    """The cells that an item measures, in the order of their worth."""
+    """The cells that an item measures, the most important first."""
 
     rates: tuple[float, ...] = (0.8, 0.6, 0.9)
     batches: tuple[int, ...] = (32, 128, 8, 256, 1)
@@ -49,7 +50,7 @@ class Extent:
     stock_s: float = 45.0
     """Seconds that are kept for the engine of stock vLLM."""
     is_compiled: bool = False
-    """Whether engines run as vLLM runs them by default: with torch.compile, and its own sizes of CUDA graphs."""
+    """Whether engines run as vLLM runs them by default, with torch.compile and vLLM's own sizes of CUDA graphs."""
 
 
 COMPILED = Extent((0.8, 0.6), (128, 256, 32), (2, 1, 4), stock_s=100.0, is_compiled=True)
@@ -74,7 +75,7 @@ class OracleDrafter(Drafter):
         most_drafts: int = MAX_DRAFTS,
         vocab_size: int = VOCAB_SIZE,
     ) -> None:
-        """Knows no text yet; `longest` is the number of tokens of the longest."""
+        """Creates a drafter that knows no text yet. `longest` is the number of tokens of the longest text."""
         self._device = device
         self._most_drafts = most_drafts
         self._vocab_size = vocab_size
@@ -148,7 +149,7 @@ class ForcedEngine:
         self._drafting.record_graphs()
 
     def use_budget(self, config: BudgetConfig | None) -> None:
-        """Decides by this budget from now on; None: never drafts."""
+        """Decides by this budget from now on. With None the engine never drafts."""
         most = self._most_drafts
         self.use_policy(never_draft(most) if config is None else build_policy(config, most))
 
@@ -195,7 +196,7 @@ def speed_compiled(findings: Findings) -> None:
 
 
 def speed_right_less(findings: Findings) -> None:
-    """Measures the same with fewer right drafts, for which `speed_compiled` had no time."""
+    """Measures the same as `speed_compiled` with fewer right drafts, for which that item has no time."""
     _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4), RIGHT_LESS)
 
 
@@ -241,7 +242,7 @@ def _measure_ours(findings: Findings, extent: Extent, forced: ForcedEngine, requ
 def _plain(
     findings: Findings, forced: ForcedEngine, requests: Sequence[RolloutRequest], extent: Extent
 ) -> dict[int, float]:
-    """Notes plain steps by number of requests, and tells the oracle the texts. Returns tokens a second."""
+    """Notes plain steps by number of requests, and tells the oracle the texts. Returns tokens per second."""
     forced.use_budget(None)
     rollouts = forced.engine.generate(requests)
     forced.oracle.know(requests, rollouts)

@@ -74,7 +74,7 @@ def hf_config(name: str) -> dict[str, Any]:
 
 @contextmanager
 def model_folder(name: str) -> Iterator[Path]:
-    """Yields a folder with nothing but the config of a geometry."""
+    """Yields a folder that contains only the config of a geometry."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(name)), encoding="utf-8")
         yield Path(folder)

@@ -3,7 +3,7 @@
 
     python -m lab.gpu.gpu_check [ITEM ...] [--out FOLDER] [--seconds 660]
 
-Items run in the order of their worth, each in a process of its own, so a failed one does not affect the others. An item that
+The most important items run first, each in a process of its own, so a failed one does not affect the others. An item that
 would not fit in the time left is skipped. Figures are in FOLDER/gpu_check.json, logs in FOLDER/gpu_check. `--rehearse` runs
 all code on a CPU at tiny sizes. Its figures mean nothing. `--page` writes the figures of FOLDER/gpu_check.json, or
 of the files that it names, to docs/benchmarks/gpu.md.
@@ -29,14 +29,14 @@ from nemo_specrollout.config.strict import nearest
 from nemo_specrollout.storage.files import write_atomically
 
 EXIT_CANNOT = 2
-"""Exit status where this machine cannot run all items, or an item is unknown."""
+"""Exit status if this machine cannot run all items, or if an item is unknown."""
 MACHINE = "machine"
 """The first process, which looks at the machine."""
 SECONDS = 660.0
 REHEARSAL_SECONDS = 600.0
 """Time for each item of a rehearsal."""
 PATIENCE = 20.0
-"""Seconds without news after which a line says that an item goes on."""
+"""Seconds without output after which a line says that an item is still running."""
 QUIET = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 """Environment of each item. An item's log shows vLLM's warnings."""
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -105,7 +105,7 @@ def _refuse(text: str) -> int:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """Returns what a process of its own sees: a CUDA context here would count as memory that stays in use."""
+    """Returns what a separate process finds. A CUDA context in this process would count as memory that stays in use."""
     look = Item("machine.look", 60.0, "the machine")
     result = _run_apart(MACHINE, look, options, 180.0)
     if "tables" not in result:
@@ -114,7 +114,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _results(options: argparse.Namespace, found: Machine, until: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the result of each item, as soon as it is known. No item runs on after the time `until`."""
+    """Yields the result of each item, as soon as it is known. No item runs beyond the time `until`."""
     for name in options.items:
         item = ITEMS[name]
         left_s = until - time.monotonic()
@@ -129,7 +129,7 @@ def _results(options: argparse.Namespace, found: Machine, until: float) -> Itera
 
 
 def _run_apart(name: str, item: Item, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """Runs an item in a process. Returns its figures, outcome and seconds, and if it failed, the end of its log."""
+    """Runs an item in a process. Returns its figures, outcome and seconds, and the end of its log if it failed."""
     file, log = (options.out / "gpu_check" / f"{name}.{kind}" for kind in ("json", "log"))
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lab.gpu.gpu_check", "--here", name, "--out", str(file)]
@@ -162,7 +162,7 @@ def _run_apart(name: str, item: Item, options: argparse.Namespace, limit_s: floa
 
 
 def _tell_progress(process: "subprocess.Popen[bytes]", file: Path, started: float, limit_s: float) -> None:
-    """Prints each new row of figures until the process ends, or the time is over."""
+    """Prints each new row of figures until the process ends or its time is over."""
     shown: set[tuple[str, str]] = set()
     told = started
     while process.poll() is None and time.monotonic() - started < limit_s:
@@ -177,7 +177,7 @@ def _tell_progress(process: "subprocess.Popen[bytes]", file: Path, started: floa
 
 
 def _run_here(options: argparse.Namespace) -> int:
-    """Runs an item in this process. Returns 1 if it broke off, or found a problem."""
+    """Runs an item in this process. Returns 1 if it raised an error or found a problem, else 0."""
     try:
         if options.here == MACHINE:
             tables = {"": {MACHINE: machine.look()._asdict()}}

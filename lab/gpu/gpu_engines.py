@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check with the shipped policy: equal tokens, bfloat16, waits, the head, sleep and wake, the defaults."""
+"""Items of the GPU check with the shipped policy. They check tokens, bfloat16, waits, the head, sleep, and the defaults."""
 
 import time
 import warnings
@@ -32,7 +32,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
 }
 MAX_PARTED = 1e-4
-"""Share of tokens at which a response may part from plain decoding in float32: near ties go either way by rounding."""
+"""Share of tokens at which a response may part from plain decoding in float32, because rounding decides near-ties."""
 SYNC_TOKENS = 32
 """Tokens of a response in `syncs`."""
 PLAIN = block()
@@ -75,9 +75,9 @@ def as_text(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def bf16(findings: Findings) -> None:
-    """Counts responses that differ in bfloat16: drafting against plain, and plain against itself in batches of half the size.
+    """Counts responses that differ in bfloat16, between drafting and plain, and between plain batches of full and half size.
 
-    The rate of the second is what a change of batches alone does.
+    The second rate shows the effect of other batch sizes alone.
     """
     requests = task_requests(*findings.size((32, 4), (2, 2)))
     plain = []
@@ -101,7 +101,7 @@ def in_halves(engine: RolloutEngine, requests: list[RolloutRequest], plain: list
 
 
 def note_rate(findings: Findings, name: str, found: tuple[int, int]) -> None:
-    """Notes how many responses part from plain decoding, and how often a token does."""
+    """Notes how many responses differ from plain decoding, and the share of tokens at which they first differ."""
     parted, compared = found
     rate = parted / max(compared, 1)
     findings.note(f"{name} against plain", {"parted": parted, "tokens compared": compared, "a token": rate})
@@ -110,7 +110,7 @@ def note_rate(findings: Findings, name: str, found: tuple[int, int]) -> None:
 def syncs(findings: Findings) -> None:
     """Lists the places where the host waits for the device, by torch's own check, which VLLM_GPU_SYNC_CHECK arms.
 
-    The places are those of a few dozen steps. So neither a slow host nor long responses can keep the item from its end.
+    Only a few dozen steps are checked, so that neither a slow host nor long responses make the item run out of time.
     """
     started = time.perf_counter()
     engine = start_engine(POLICY, ALL, eager=True)
@@ -138,7 +138,7 @@ def head(findings: Findings) -> None:
 
 
 def head_compiled(findings: Findings) -> None:
-    """Measures the same in bfloat16, in engines with vLLM's default compilation."""
+    """Measures the same as `head` in bfloat16, in engines with vLLM's default compilation."""
     _measure_head(findings, {"precision": "bfloat16", "compilation_config": {}})
 
 

@@ -65,7 +65,7 @@ MLA: tuple[str, dict[str, Any]] = (
 """DeepSeek-V3's attention with its own latent sizes. All layers are dense, because the check's vLLM may lack experts."""
 WAYS = {"plain": PLAIN, "text": TEXT}
 REPETITION = 4.0
-"""Factor of the embedding, by which a text depends on its last token."""
+"""Factor of the embedding, which makes the next token depend mostly on the last one."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def random_policy(kind: tuple[str, Mapping[str, Any]]) -> Iterator[Path]:
 
 
 def hybrid_compiled(findings: Findings) -> None:
-    """Compares tokens of a hybrid in float32, drafting against plain, in engines with torch.compile and all graphs."""
+    """Compares a hybrid's tokens in float32 with and without drafts, in engines with torch.compile and all graphs."""
     requests = _requests(findings)
     expected: dict[str, list[Rollout]] = {}
     with random_policy(HYBRID) as folder:
@@ -112,9 +112,9 @@ def hybrid_compiled(findings: Findings) -> None:
 
 
 def mla(findings: Findings) -> None:
-    """Counts responses that differ with DeepSeek's attention: drafting against plain, and plain against halves of the batch.
+    """Counts responses that differ with DeepSeek's attention, between drafting and plain, and between plain batch sizes.
 
-    vLLM's kernels for it have no float32. So this is a rate without a verdict, and the second is what batches alone do.
+    vLLM's kernels for it have no float32. So the item has no verdict. The second rate shows the effect of batch sizes alone.
     """
     requests = _requests(findings)
     options: dict[str, Any] = {"attention_backend": "TRITON_MLA"} if torch.cuda.is_available() else {}

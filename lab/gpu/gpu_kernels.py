@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check about single kernels: our Triton kernels against what they stand for, and the time of a launch."""
+"""Items of the GPU check that compare our Triton kernels with their reference, and measure the time of a launch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,7 +52,7 @@ def _device() -> torch.device:
 
 
 def _note(findings: Findings, name: str, compare: Callable[[], Compared]) -> None:
-    """Notes what differs, and the time of each launch. A comparison that breaks off is a problem, too."""
+    """Notes the results that differ, and the time of each launch. A comparison that raises an error is a problem too."""
     try:
         compared = compare()
         differing = "; ".join(f"{part} by {gap:.2g}" for part, gap in compared.different.items())

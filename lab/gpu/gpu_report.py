@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the GPU check: one JSON file, tables for the terminal, and the same tables in docs/benchmarks/gpu.md."""
+"""Writes the figures of the GPU check to a JSON file, as tables to the terminal, and as tables to docs/benchmarks/gpu.md."""
 
 import json
 import time
@@ -15,9 +15,9 @@ from nemo_specrollout.storage.files import write_atomically
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- figures of gpu_check -->", "<!-- end of figures -->"
 MAX_ROWS, MAX_ROWS_OF_PAGE = 60, 16
-"""Rows of the longest table that the terminal shows, and the page. Longer ones are in the JSON file only."""
+"""Rows of the longest table that the terminal shows, and of the longest on the page. Longer ones are only in the JSON file."""
 SETTINGS = "engines"
-"""Title of tables that the page leaves out: settings of engines, which the JSON file has."""
+"""Title of the tables of engine settings, which are in the JSON file but not on the page."""
 Result = Mapping[str, Any]
 """An item's `outcome` (done, failed, stopped, skipped), `seconds`, `reason`, `problems`, `predictions` and `tables`,
 as far as known."""
@@ -38,7 +38,7 @@ class Report:
     """
 
     def __init__(self, file: Path, machine: Mapping[str, str], is_rehearsal: bool) -> None:
-        """Reads the file, if there is one to be continued."""
+        """Reads the file if there is one to continue."""
         self._file = file
         facts = {
             "machine": dict(machine),
@@ -58,14 +58,14 @@ class Report:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns what a report's file has; None without a file, or for one that is no JSON."""
+    """Returns the contents of a report's file, or None if there is no file or it is not JSON."""
     with suppress(OSError, ValueError):
         return dict(json.loads(file.read_text(encoding="utf-8")))
     return None
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any] | None:
-    """Returns the reports of several calls as one; None without any. Raises ValueError if they are of several machines."""
+    """Returns the reports of several calls as one, or None if there are none. Raises ValueError if their machines differ."""
     reports = [report for file in files if (report := read(file)) is not None]
     if not reports:
         return None

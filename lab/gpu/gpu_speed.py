@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item of the GPU check with the shape of a real model and random weights: what our part of a step costs.
+"""Item of the GPU check that measures the cost of our part of a step, with the shape of a real model and random weights.
 
-Random weights repeat nothing, so text drafters find nothing that is right: the cost is measured, not the gain.
+Texts of random weights do not repeat, so text drafters find no right tokens. The item measures their cost, not their gain.
 """
 
 import cProfile
@@ -40,7 +40,7 @@ def start_random(folder: Path, specrollout: SpecrolloutConfig, **kwargs: Any) ->
 
 
 def overhead(findings: Findings) -> None:
-    """Measures steps of a small model, where our part is largest: stock vLLM, our sampler alone, and useless drafters."""
+    """Measures steps of a small model, where our part is largest, with stock vLLM, our sampler, and useless drafters."""
     batches = findings.size((1, 32, 64), (1, 2))
     _compare(findings, findings.size("Qwen3-0.6B", "tiny"), batches, WAYS)
 
@@ -48,7 +48,7 @@ def overhead(findings: Findings) -> None:
 def overhead_large(findings: Findings) -> None:
     """Measures steps of 128 requests with the shape of Qwen3-8B, plain and with drafters that soon rest.
 
-    The table of kernels shows where our sampler takes other kernels than vLLM's, and the microseconds of both.
+    The table of kernels shows where our sampler uses other kernels than vLLM's, and the microseconds of both.
     """
     _compare(findings, findings.size("Qwen3-8B", "tiny"), findings.size((128,), (2,)), WAYS, max_num_seqs=128)
 
@@ -58,8 +58,8 @@ def _compare(
 ) -> None:
     """Notes steps of each way by number of requests, then profiles.
 
-    All engines live at the same time and take turns, forwards and backwards. So neither what a process has collected by then
-    nor a machine that changes its speed can favour one of them.
+    All engines live at the same time and take turns, forwards and backwards. So neither the growing state of the process nor
+    a machine that changes its speed can favour one of them.
     """
     length = findings.size(64, 8)
     with model_folder(geometry) as folder:

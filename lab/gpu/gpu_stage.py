@@ -41,7 +41,7 @@ class Findings:
     """
 
     def __init__(self, file: Path, is_rehearsal: bool, seconds: float) -> None:
-        """`seconds` is the time that the item may take."""
+        """Starts without figures. `seconds` is the time that the item may take."""
         self._file = file
         self.is_rehearsal = is_rehearsal
         self._until = time.monotonic() + seconds
@@ -91,10 +91,10 @@ def start_engine(
     length: int = 512,
     **kwargs: Any,
 ) -> RolloutEngine:
-    """Starts an engine for texts of `length` tokens; `kwargs` are further arguments of vllm.LLM.
+    """Starts an engine for texts of `length` tokens. `kwargs` are further arguments of vllm.LLM.
 
-    The KV cache has a fixed size: a share of a GPU's memory would be a million blocks for a tiny model. Without a GPU the
-    engine is eager.
+    The KV cache has a fixed size, because a share of a GPU's memory would be a million blocks for a tiny model. Without a GPU
+    the engine is eager.
     """
     eager = eager or not torch.cuda.is_available()
     memory = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 * GIB} if torch.cuda.is_available() else {}
@@ -118,7 +118,7 @@ def task_requests(num_prompts: int, num_samples: int) -> list[RolloutRequest]:
 
 
 def of_version(requests: Sequence[RolloutRequest], version: int) -> list[RolloutRequest]:
-    """Returns the same prompts with other noise. The suffix drafter would know the responses of a second round by heart."""
+    """Returns the same prompts with other noise. With equal noise the suffix drafter would know a second round's texts."""
     return [replace(request, policy_version=version) for request in requests]
 
 

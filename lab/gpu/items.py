@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items of the GPU check in the order of their worth. Loads no torch."""
+"""The items of the GPU check, the most important first. Loads no torch."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -29,13 +29,13 @@ class Item:
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     needs_vllm: bool = True
     has_experts: bool = False
-    """True if the model is a mixture of experts, for which vLLM has a library of its own."""
+    """True if the model is a mixture of experts, for which vLLM has a separate library."""
     not_on_cpu: str = ""
     """Reason for which a rehearsal leaves the item out."""
     model: Callable[[], Path] | None = None
     """The folder of a model that `make smollm2` makes."""
     predictions: tuple[str, ...] = ()
-    """What is expected, said before the run and kept with its figures."""
+    """Expectations that were written down before the run and are kept with its figures."""
 
 
 def smollm2() -> Path:
@@ -44,7 +44,7 @@ def smollm2() -> Path:
 
 
 def smollm2_head() -> Path:
-    """Returns the folder of its EAGLE-3 head, which the variable SMOLLM2_HEAD may name, where it is not in the tree."""
+    """Returns the folder of its EAGLE-3 head, which the variable SMOLLM2_HEAD may name if it is not in the tree."""
     return Path(os.environ.get("SMOLLM2_HEAD") or Path(__file__).parents[2] / "examples" / "models" / "smollm2_eagle3")
 
 
@@ -122,7 +122,7 @@ ITEMS = {
 
 
 def reason_to_skip(item: Item, left_s: float, machine: Machine) -> str:
-    """Returns why an item is not started; an empty string if it is."""
+    """Returns why an item is not started, or an empty string if it is started."""
     if item.needs_vllm and machine.vllm_problem:
         return machine.vllm_problem
     if item.has_experts and not machine.serves_experts:

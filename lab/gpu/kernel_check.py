@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares our Triton kernels with their numba bodies, or with vLLM's functions, on random inputs.
 
-The GPU check measures the launches besides. A CPU can compare in Triton's interpreter. vLLM is imported only where its
-functions are compared with.
+The GPU check also measures the launches. A CPU can run the comparisons in Triton's interpreter. vLLM is imported only for
+comparisons with its functions.
 
 Shapes: B requests, S request slots, R rows, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
 """
@@ -27,8 +27,8 @@ own_kernels.register()
 K, L = 7, 512
 CPU = torch.device("cpu")
 ROUNDING, RELATIVE_ROUNDING = 1e-4, 2e-5
-"""Largest difference of floating-point results, and the part of a result that is added to it: sums in another order differ by
-that much. An addend of 1 that is lost shows in sums up to 45,000."""
+"""Largest difference of floating-point results, and the part of a result that is added to it. Sums in another order differ by
+that much. A lost addend of 1 is noticed in sums up to 45,000."""
 _DRAFTERS = ("suffix", "ngram", "eagle3")
 _MODEL = 2
 """Number of the drafter with weights, whose proposals are random here."""
@@ -40,7 +40,7 @@ class Compared:
     """The result of a comparison."""
 
     different: dict[str, float] = field(default_factory=dict)
-    """Largest gap of each result that differs: in integers at all, in floating point by more than rounding explains."""
+    """Largest gap of each result that differs. Floating-point results differ if rounding does not explain the gap."""
     launches: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Calls that launch our kernels once more, on the same inputs."""
 
@@ -55,13 +55,13 @@ class Compared:
 
 
 class DraftingStep:
-    """A draft board with two context indexes on one device, and the inputs of its steps. The same for the same sizes.
+    """A draft board with two context indexes on one device, and the inputs of its steps. Equal sizes give equal inputs.
 
     Example: `step.observe(); step.choose(); step.results()["drafts_BK"]`.
     """
 
     def __init__(self, num_requests: int, device: torch.device, kernels: ModuleType, on_host: bool = False) -> None:
-        """Creates the board and the texts. `on_host`: texts lie in pinned memory of the host, as vLLM keeps them."""
+        """Creates the board and the texts. With `on_host`, texts lie in pinned memory of the host, as vLLM keeps them."""
         self._rng = np.random.default_rng(num_requests)
         self._device = device
         self._number = 0
@@ -132,7 +132,7 @@ class DraftingStep:
 
 
 def compare_drafting(num_requests: int, device: torch.device, on_host: bool = False, num_steps: int = 8) -> Compared:
-    """Compares the kernels of drafting for some steps: learning, counting of contexts, lookup and choice."""
+    """Compares the kernels that learn, count contexts, look drafts up and choose among them, for some steps."""
     from nemo_specrollout.drafters import step_triton
 
     result = Compared()
@@ -245,10 +245,10 @@ def _logits(num_rows: int, num_vocab: int) -> torch.Tensor:
 
 
 def compare_draft_sampling(num_requests: int, device: torch.device, num_vocab: int) -> Compared:
-    """Compares drafts with the target's noise with the tokens of vLLM's sampler on the same device.
+    """Compares drafts sampled with the target's noise with the tokens of vLLM's sampler on the same device.
 
-    The second comparison drafts from every eighth token of the vocabulary. Levels are not compared: a CPU computes other
-    logarithms, so a score gap near an edge may go the other way.
+    The second comparison drafts from every eighth token of the vocabulary. Levels are not compared, because a CPU's logarithms
+    differ slightly, so a score gap near an edge may fall on the other side.
     """
     from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
     from nemo_specrollout.generation.engine.compat import draw

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at the machine before the GPU check starts: its GPU, and whether vLLM's kernels run on it."""
+"""Finds out, before the GPU check starts, which GPU the machine has, and whether vLLM's kernels run on it."""
 
 import importlib
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def look() -> Machine:
 
 
 def _vllm_problem(gpu: str) -> str:
-    """Returns why vLLM cannot run on the GPU; an empty string if one of its kernels does."""
+    """Returns why vLLM cannot run on the GPU, or an empty string if one of its kernels runs."""
     if vllm_version() is None:
         return "vLLM is not installed."
     try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are one update older than a policy's: what a training loop would have had one step before.
+"""Computes weights that are one update older than a policy's, such as a training loop would have had one step before.
 
-The direction is a real one: the gradient of GRPO's objective on responses of the policy. AdamW's first step moves each weight
+The update's direction is the gradient of GRPO's objective on responses of the policy. AdamW's first step moves each weight
 by the learning rate, whatever the size of its gradient, and later steps move most weights by less. A run keeps weights in
 float32 and serves them in bfloat16, where an update of 5e-6 changes few of them. So each weight here gets a random place
-within its rounding, as a run's weight has it, before it is moved and rounded.
+within its rounding, like a weight of a run, before it is moved and rounded.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of one lease of a machine: which parts each carries, whether they fit, and its text. Pure, without git."""
+"""Plans the calls of one lease of a machine: which parts each call carries, if they fit, and its command. Needs no git."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from pathlib import Path
 
 MIB = 1 << 20
 MOST_BYTES = 64 * MIB
-"""Working tree and carried parts of a call."""
+"""Largest size of a call's working tree and carried parts together, in bytes."""
 MARGIN = MIB // 2
-"""Room for what a transfer adds to the files."""
+"""Bytes reserved for what a transfer adds to the files."""
 MOST_PATHS = 8
-"""Carried paths of a call."""
+"""Largest number of carried paths in a call."""
 MOST_TEXT = 2_000
-"""Characters of a call's command."""
+"""Largest number of characters in a call's command."""
 LEASE_S = 900
 """Seconds of a lease, the machine's start included."""
 PLACE = Path(".gpu_parts")
@@ -32,17 +32,17 @@ class Part:
     path: str
     num_bytes: int
     is_model: bool
-    """Whether it is a piece of the model; other parts are vLLM's, and the scripts beside them."""
+    """Whether the part is a piece of the model. Other parts are vLLM's, and the scripts beside them."""
 
     @property
     def is_script(self) -> bool:
-        """Whether every call with an engine needs it again."""
+        """Returns whether every call with an engine needs the part again."""
         return not self.is_model and self.num_bytes < MIB
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its parts, its limit, and its command."""
+    """A call with its parts, its time limit, and its command."""
 
     about: str
     parts: tuple[Part, ...]
@@ -54,7 +54,7 @@ class Call:
         return tree + sum(part.num_bytes for part in self.parts) + MARGIN
 
     def problem(self, tree: int) -> str:
-        """Returns why the call is refused; an empty string if it fits."""
+        """Returns why the call is refused, or an empty string if it fits."""
         over = self.num_bytes(tree) - MOST_BYTES
         if over > 0:
             return f"{over / MIB:.1f} MiB too much"
@@ -64,7 +64,7 @@ class Call:
 
 
 def calls_of(tree: int, parts: Sequence[Part]) -> list[Call]:
-    """Returns the calls of a lease, in order; none without parts. `tree` is the bytes of the working tree."""
+    """Returns the calls of a lease in order, or none if there are no parts. `tree` is the bytes of the working tree."""
     scripts = tuple(part for part in parts if part.is_script)
     vllm = tuple(part for part in parts if not part.is_model and not part.is_script)
     pieces = [part for part in parts if part.is_model]

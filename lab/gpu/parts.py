@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU run takes along to a machine without a network: sizes, calls, and SmolLM2 in pieces.
+"""Prepares what a GPU run carries to a machine without a network. Cuts SmolLM2 into pieces, and plans the calls.
 
     python -m lab.gpu.parts away     # takes SmolLM2's head and start out of the working tree; git status stays clean
     python -m lab.gpu.parts make     # cuts model, start and head into pieces that fit a call (after `make smollm2`)
@@ -33,7 +33,7 @@ MADE = Path("models/smollm2_start")
 TOKENIZER = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 PIECE_MIB = 44
 FACTS = "facts.json"
-"""File beside the first piece: the number of pieces, and the digest of all."""
+"""File beside the first piece, with the number of pieces and the digest of all."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def tree_bytes() -> int:
 
 
 def parts() -> list[Part]:
-    """Returns what lies in `.gpu_parts`: folders with pieces of the model, and single files that others have put there."""
+    """Returns the parts in `.gpu_parts`, which are folders with pieces of the model and single files put there by others."""
     pieces = [path for path in PLACE.glob(f"{CARGO}*") if path.is_dir()] if PLACE.is_dir() else []
     files = [path for path in PLACE.iterdir() if path.is_file()] if PLACE.is_dir() else []
     found = [
@@ -138,7 +138,7 @@ def _add_committed(archive: tarfile.TarFile, folder: str) -> None:
 
 
 def build(pieces: Path, out: Path) -> str:
-    """Builds `smollm2_start` and its head below `out`. Returns a shell's command that names both to the items.
+    """Builds `smollm2_start` and its head below `out`. Returns a shell command that tells the items where both are.
 
     Raises ValueError if a piece is missing or damaged.
     """

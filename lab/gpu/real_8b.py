@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item of the GPU check with real texts at an 8B's price: SmolLM2-135M and its head, widened to Qwen3-8B's cost.
+"""Item of the GPU check with real texts at the cost of an 8B policy: SmolLM2-135M and its head, widened to Qwen3-8B's size.
 
 Five ways of rolling out take turns in the order A B C D E, then E D C B A. Each half has prompts of its own, because drafters
-remember texts. All engines stay up, so a machine needs the memory of five. Where time is short, numbers of drafts that vLLM's
-best could have are left out first, and then the second half.
+remember texts. All engines stay up, so a machine needs the memory of five. If time is short, the item first tries fewer
+numbers of drafts for vLLM's best, and then leaves out the second half.
 """
 
 import tempfile
@@ -32,7 +32,7 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes
 NUM_PROMPTS, NUM_SAMPLES, MOST_TOKENS = 8, 4, 2048
 LONGEST_PROMPT = 320
 LEARNING_RATE = 5e-6
-"""Of the update between texts made ahead and the policy: the largest of which docs/benchmarks has figures."""
+"""Learning rate of the update between texts made ahead and the policy, the largest one with figures in docs/benchmarks."""
 TINY = Shape(384, 1024, 6, 8, 4)
 """A rehearsal's target for the shipped policy."""
 START_S = 60.0
@@ -50,7 +50,7 @@ class Models:
 
 
 class Stage:
-    """The engines of the item, by name. Owns them, and starts each when it is first asked for."""
+    """The engines of the item, by name. Owns them, and starts each when it is first requested."""
 
     def __init__(self, findings: Findings, models: Models) -> None:
         self._findings = findings
@@ -135,7 +135,7 @@ class Batches:
     warm_up: list[RolloutRequest]
     halves: tuple[list[RolloutRequest], list[RolloutRequest]]
     prompts: RealPrompts | None
-    """Rewards of responses to the warm-up; None in a rehearsal."""
+    """The prompts, which reward responses to the warm-up. None in a rehearsal."""
 
 
 def _batches(findings: Findings, policy: Path) -> Batches:
@@ -230,7 +230,7 @@ class _Rounds:
         self._findings.note("C", {"is": self._names["C"]}, "course")
 
     def _probe(self, name: str) -> float:
-        """Returns tokens a second of a drained batch with other noise than the warm-up's."""
+        """Returns tokens per second of a drained batch with other noise than the warm-up's."""
         requests = [replace(request, policy_version=1) for request in self._batches.warm_up]
         drained = drain(self._stage.engine(name), requests, self._most)
         speed = drained.num_tokens / drained.seconds
@@ -266,7 +266,7 @@ class _Rounds:
 
 
 def load(engine: RolloutEngine, config: Mapping[str, Any], small: Mapping[str, torch.Tensor], target: Shape) -> None:
-    """Replaces the weights of an engine of ours by widened ones, a tensor at a time, and drops cached prefixes."""
+    """Replaces the weights of an engine of ours by widened ones, one tensor at a time, and drops cached prefixes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def reload(worker: Any) -> None:
@@ -281,7 +281,7 @@ def load(engine: RolloutEngine, config: Mapping[str, Any], small: Mapping[str, t
 def _with_lm_head(
     config: Mapping[str, Any], small: Mapping[str, torch.Tensor], target: Shape, device: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields widened tensors, with a tied embedding under the LM head's name too: vLLM reloads each layer by itself."""
+    """Yields widened tensors. A tied embedding also has the LM head's name, because vLLM reloads each layer by itself."""
     for name, tensor in widened(config, small, target, device):
         yield name, tensor
         if name == "model.embed_tokens.weight" and "lm_head.weight" not in small:

@@ -22,7 +22,7 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 
 def real(findings: Findings) -> None:
-    """Measures tokens a second: stock vLLM, our sampler alone, and all drafters."""
+    """Measures tokens per second of stock vLLM, of our sampler alone, and of all drafters."""
     policy, head = findings.size((smollm2(), smollm2_head()), (POLICY, HEAD))
     warm_up, *batches = [task_requests(2, 2)] * 2 if findings.is_rehearsal else _batches(policy)
     ways = {"stock": STOCK, "no drafts": block(), "all": block("suffix", "ngram", "eagle3", head=head)}
@@ -38,7 +38,7 @@ def real(findings: Findings) -> None:
 
 
 def _batches(policy: Path) -> list[list[RolloutRequest]]:
-    """Returns 64, 64 and 8 requests for sums, 4 samples of each. No prompt is in two batches: drafters remember texts."""
+    """Returns 64, 64 and 8 requests for sums, 4 samples of each. Batches share no prompt, because drafters remember texts."""
     tokenizer = load_tokenizer(policy)
     sums = [" + ".join(map(str, problem.terms)) for problem in make_problems(SEED, 34)]
     texts = [f"State the final answer to the following arithmetic problem: {each} =" for each in sums]

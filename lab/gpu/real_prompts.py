@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of real tasks for a machine that has no `reasoning-gym`, with their right answers."""
+"""Provides prompts of real tasks with their right answers, for a machine without `reasoning-gym`."""
 
 import json
 import re
@@ -18,7 +18,7 @@ class RealPrompts:
     """Problems of `prompts.json`, read by a policy's tokenizer. Immutable."""
 
     def __init__(self, policy: Path) -> None:
-        """`policy` is the folder of a model with a chat template."""
+        """Reads the problems. `policy` is the folder of a model with a chat template."""
         known = json.loads(FILE.read_text(encoding="utf-8"))
         self._tokenizer = load_tokenizer(policy)
         self._problems = known["problems"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item of the GPU check: what a step takes by its rows, within CUDA graphs and without them, and what larger graphs cost.
+"""Item of the GPU check that times steps by their rows, with and without CUDA graphs, and measures what larger graphs cost.
 
 Texts that were made ahead fill 32 requests x 32 rows. vLLM captures graphs of up to 512 rows by default, and a larger step is
 launched kernel by kernel. One engine with larger graphs serves all ways, because a step can be kept out of its graph:
@@ -68,7 +68,7 @@ class _ExactRows(FixedPolicy):
 
 
 def rows(findings: Findings) -> None:
-    """Measures steps of Qwen3-8B's shape by rows and way, and the automatic budget with vLLM's graphs and with larger ones."""
+    """Measures steps of Qwen3-8B's shape by rows and way, then the automatic budget with vLLM's graphs and larger ones."""
     extent = findings.size(Extent(), TINY)
     options: dict[str, Any] = {
         "max_num_seqs": extent.num_requests,
@@ -100,7 +100,7 @@ def rows(findings: Findings) -> None:
 
 
 def _use(forced: ForcedEngine, way: str, extent: Extent) -> None:
-    """Runs steps in this way from now on, and lets the step model begin anew with the graphs of the way."""
+    """Runs steps in this way from now on, and lets the step model start over with the graphs of the way."""
     forced.oracle.force(1.0)
     forced.engine.run_in_worker(partial(_use_in_worker, way=way, extent=extent))
 
@@ -123,7 +123,7 @@ def _use_in_worker(worker: Any, way: str, extent: Extent) -> None:
 def dispatch_by(
     native: Any, graphs: Any, way: str, edge: int, num_reqs: int, num_tokens: int, *args: Any, **options: Any
 ) -> Any:
-    """Does the graph manager's `dispatch`, but keeps a step out of the graphs that a way lacks."""
+    """Calls the graph manager's `dispatch`, but keeps a step out of the graphs that a way lacks."""
     if way == NONE or (way == DEFAULT and num_tokens > edge):
         return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
     found = native(graphs, num_reqs, num_tokens, *args, **options)
@@ -133,7 +133,7 @@ def dispatch_by(
 
 
 def _cell(findings: Findings, forced: ForcedEngine, way: str, num_rows: int, requests: Any, extent: Extent) -> None:
-    """Notes milliseconds of steps with exactly so many rows, and what the step model expected before it saw one."""
+    """Notes milliseconds of steps with exactly `num_rows` rows, and the step model's prediction before it saw one."""
     forced.use_policy(_ExactRows(num_rows, extent.most_drafts))
     costs = forced.engine.run_in_worker(lambda worker: worker.specrollout_accounts.step_model.costs())
     drafts = np.array([num_rows - extent.num_requests])
@@ -157,7 +157,7 @@ def _cell(findings: Findings, forced: ForcedEngine, way: str, num_rows: int, req
 
 
 def _automatic(findings: Findings, forced: ForcedEngine, way: str, requests: Any, extent: Extent) -> None:
-    """Notes what the automatic budget makes of drafts that are right with some probability."""
+    """Notes the speed of the automatic budget with drafts that are right with given probabilities."""
     for rate in extent.rates:
         forced.oracle.force(rate)
         forced.use_budget(AUTO)
@@ -175,7 +175,7 @@ class _Captured:
         self._found: dict[tuple[str, int], tuple[float, int]] = {}
 
     def watch(self, graphs: Iterable[Any], **_: Any) -> Iterator[Any]:
-        """Yields vLLM's graphs one by one, in the place of its progress bar. A graph that is captured again counts once."""
+        """Yields vLLM's graphs one by one, in place of its progress bar. A graph that is captured again counts once."""
         for graph in graphs:
             started, free = time.perf_counter(), torch.accelerator.get_memory_info()[0]
             yield graph

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item `training` of the GPU check: GRPO by the local runner, with the engine and the trainer on one GPU.
 
-Arms run in processes of their own. `plain` has the block with `drafters: []`, `ours` has its drafters, and `ahead` has
-`run_ahead` besides, with the engine in a process apart from the trainer. In float32 every row and every loss of `ours` and
-`ahead` must equal those of `plain`. In bfloat16 their seconds are compared, step by step.
+Arms run in processes of their own. `plain` has the block with `drafters: []`, `ours` has its drafters, and `ahead` also has
+`run_ahead`, with the engine and the trainer in separate processes. In float32 every row and every loss of `ours` and `ahead`
+must equal those of `plain`. In bfloat16 their seconds are compared, step by step.
 """
 
 import importlib.util
@@ -41,12 +41,12 @@ PHASES = {
 WARM_UP_STEPS = 2
 """First steps that the medians leave out: kernels are compiled in them, and no text was made ahead for the first."""
 _REFUSED_HANDLES = ("cudaIpc", "invalid resource handle", "peer access", "pidfd", "died")
-"""What an arm's log says where a machine does not let processes share memory of its GPU."""
+"""Words in an arm's log if a machine does not let processes share memory of its GPU."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A run that is over, or that broke off."""
+    """A run that has ended, either regularly or by a failure."""
 
     kind: str
     metrics: Sequence[Mapping[str, Any]]
@@ -54,7 +54,7 @@ class Arm:
     rows: Mapping[int, Sequence[Sequence[int]]]
     """Tokens of the rows by step."""
     memory: Mapping[str, float]
-    """GiB after the last step; empty without a GPU."""
+    """GiB after the last step. Empty without a GPU."""
 
 
 def training(findings: Findings) -> None:
@@ -72,7 +72,7 @@ def training(findings: Findings) -> None:
 
 
 def _arms(findings: Findings, work: Path, precision: str, num_steps: int) -> dict[str, Arm]:
-    """Runs the arms one after another; returns those with at least one step. An arm that fails costs no other."""
+    """Runs the arms one after another. Returns those with at least one step. A failed arm does not affect the others."""
     arms = {}
     for kind in KINDS:
         if findings.seconds_left < 0.6 * ARM_SECONDS:
@@ -85,7 +85,7 @@ def _arms(findings: Findings, work: Path, precision: str, num_steps: int) -> dic
 
 
 def _run(findings: Findings, work: Path, kind: str, precision: str, num_steps: int) -> Arm | None:
-    """Runs an arm, a second time through the host's memory if the machine refuses handles of the GPU's."""
+    """Runs an arm. Repeats it through the host's memory if the machine refuses handles to the GPU's memory."""
     for by_handle in (True, False):
         name = f"{kind}, {precision}" + ("" if by_handle else ", weights through the host")
         run = work / name.replace(", ", "_").replace(" ", "_")
@@ -108,7 +108,7 @@ def _run(findings: Findings, work: Path, kind: str, precision: str, num_steps: i
 
 
 def _start(tree: Mapping[str, Any], run: Path, seconds: float) -> tuple[int | None, list[str]]:
-    """Runs an arm's process. Returns its exit status, None if it took too long, and the lines that it printed."""
+    """Runs an arm's process. Returns its exit status (None if it took too long) and the lines that it printed."""
     config, log = run.with_suffix(".json"), run.with_suffix(".log")
     config.write_text(json.dumps(tree), encoding="utf-8")
     command = [sys.executable, "-m", "lab.gpu.training_arm", str(config)]
@@ -138,7 +138,7 @@ def _arm(kind: str, run: Path) -> Arm:
 
 
 def _policy(findings: Findings) -> dict[str, Any]:
-    """Returns SmolLM2 with its head and tasks if model and tasks are here, else the shipped adder with its own."""
+    """Returns SmolLM2 with its head and tasks if the model and the tasks are here, else the shipped adder with its own."""
     if (
         not findings.is_rehearsal
         and (smollm2() / "config.json").is_file()
@@ -240,17 +240,17 @@ def _compare_seconds(findings: Findings, arms: Mapping[str, Arm]) -> None:
 
 
 def seconds_of(arm: Arm) -> dict[str, float]:
-    """Returns the median seconds of each phase, and the tokens a second of the rollouts."""
+    """Returns the median seconds of each phase, and the tokens per second of the rollouts."""
     steps = arm.metrics[WARM_UP_STEPS:] or arm.metrics
     medians = {phase: statistics.median(step[name] for step in steps) for phase, name in PHASES.items()}
     return {**medians, "tokens a second": statistics.median(map(_tokens_a_second, steps))}
 
 
 def ratios(plain: Arm, arm: Arm) -> dict[str, float]:
-    """Returns medians over the steps of plain's seconds over the arm's.
+    """Returns medians over the steps of plain's seconds divided by the arm's.
 
-    Rows may part in bfloat16, and then a step of one arm has more tokens. So the rollouts are compared by tokens a second
-    too.
+    Rows may part in bfloat16, and then a step of one arm has more tokens. So the rollouts are also compared by tokens per
+    second.
     """
     pairs = list(zip(plain.metrics, arm.metrics, strict=False))
     pairs = pairs[WARM_UP_STEPS:] or pairs

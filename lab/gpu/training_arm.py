@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One arm of the GPU check's item `training`: a run of the local runner that also keeps its rows and the memory it took.
+"""Runs one arm of the GPU check's item `training`, which is a run of the local runner that also records rows and memory.
 
     python -m lab.gpu.training_arm CONFIG.json
 
@@ -40,9 +40,9 @@ class RecordingRunner(GrpoRunner):
 
 
 def memory_in_use() -> dict[str, float]:
-    """Returns GiB of the GPU: the most that this process's tensors took, and what all processes hold. Empty without a GPU.
+    """Returns the most GiB that this process's tensors took, and the GiB that all processes hold. Empty without a GPU.
 
-    Allocators keep what they have once taken, so that the second figure is close to the most that was held.
+    Allocators keep memory that they have once taken, so the second figure is close to the most that was held.
     """
     if not torch.cuda.is_available():
         return {}

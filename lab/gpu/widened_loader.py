@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader for vLLM that makes the weights of a widened policy where they are needed, so that no file of 15 GB is written."""
+"""A loader for vLLM that makes the weights of a widened policy while it loads them, so that no file of 15 GB is needed."""
 
 import json
 from pathlib import Path

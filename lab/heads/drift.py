@@ -42,11 +42,11 @@ from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.storage.files import write_atomically
 
 TRAINING_TOKENS = 30_000
-"""Most tokens that a refresh trains on."""
+"""Largest number of tokens that a refresh trains on."""
 HELD_OUT_TOKENS = 5_000
-"""Most tokens that judge a refresh."""
+"""Largest number of tokens by which a refresh is judged."""
 LONGER_THAN_ANY_RUN = 1_000_000
-"""Steps."""
+"""Number of steps that no run reaches."""
 TRIGGERS: dict[str, DraftRefreshConfig] = {
     "frozen": DraftRefreshConfig("interval", interval=LONGER_THAN_ANY_RUN),
     "every step": DraftRefreshConfig("interval", interval=1, max_time_share=1.0),
@@ -57,7 +57,7 @@ TRIGGERS: dict[str, DraftRefreshConfig] = {
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded run: its config, its metrics, its features and the LM heads of its policies."""
+    """The config, metrics and features of a recorded run, and the LM heads of its policies."""
 
     config: RunConfig
     steps: list[dict[str, Any]]
@@ -92,7 +92,7 @@ class Recording:
 def replay(
     recording: Recording, head: Path, config: DraftRefreshConfig, *, num_steps: int, num_drafts: int
 ) -> list[dict[str, Any]]:
-    """Returns a record for each RL step: held-out acceptance of the head in service, and the trigger's decision.
+    """Returns a record for each RL step, with the held-out acceptance of the head in service and the trigger's decision.
 
     `num_steps` is the number of optimizer steps of each refresh, and `head` the folder of the first head.
     """
@@ -124,7 +124,7 @@ def replay(
 
 
 def _facts(step: Record, length: float, num_steps: int) -> StepFacts:
-    """Returns what the run would have measured with a head that makes `length` tokens a step."""
+    """Returns what the run would have measured with a head whose acceptance length is `length` tokens per step."""
     costs = DecodeCosts.measured(step["rollout_s"], step["plain_estimate_s"], step["num_tokens"], step["request_steps"])
     seconds = sum(step[k] for k in ("rollout_s", "logprob_s", "train_s", "refit_s"))
     return StepFacts(length, step["num_tokens"], seconds, num_steps - step["step"] - 1, costs)
@@ -171,7 +171,7 @@ def _smooth(values: list[float], width: int = 5) -> list[float]:
 
 
 def main() -> None:
-    """Replays a recorded run for each of `TRIGGERS`; writes `drift.json` and `drift.png`, and prints a table."""
+    """Replays a recorded run for each of `TRIGGERS`. Writes `drift.json` and `drift.png`, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory, recorded with logger.record_for_replay: true")
     parser.add_argument("--head", type=Path, required=True, help="head in service at the start")

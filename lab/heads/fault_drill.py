@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drills: faulty refreshes, which the publish gate must refuse, and broken heads, which the canary must notice.
+"""Drills with faulty refreshes, which the publish gate must refuse, and broken heads, which the canary must notice.
 
 python -m lab.heads.fault_drill RUN --head FOLDER --out DIR [--refreshes 100] [--healthy 200]
 """
@@ -36,7 +36,7 @@ from nemo_specrollout.storage.files import write_atomically
 NUM_DRAFTS = 3
 """Draft positions."""
 TRAINING_TOKENS = 10_000
-"""Most tokens that a refresh trains on."""
+"""Largest number of tokens that a refresh trains on."""
 HELD_OUT_TOKENS = 6_000
 """Tokens that the gate judges by."""
 TRUTH_TOKENS = 20_000
@@ -44,7 +44,7 @@ TRUTH_TOKENS = 20_000
 LAST_VERSION = 5
 """Last policy version whose features are used."""
 WORSE_BY = 0.01
-"""Accepted tokens a step by which a candidate counts as worse."""
+"""Accepted tokens per step by which a candidate counts as worse."""
 DataFault = Callable[[SequenceFeatures], SequenceFeatures]
 HeadFault = Callable[[DraftHead], None]
 

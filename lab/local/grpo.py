@@ -158,7 +158,7 @@ def _clip_loss(advantages_B1: Tensor, ratio_BT: Tensor, clamped_BT: Tensor, rati
 
 @torch.no_grad()
 def _metrics_by_token(now_BT: Tensor, prev_BT: Tensor, generation_BT: Tensor, cfg: LossConfig) -> dict[str, Tensor]:
-    """Returns each metric's value of every token; docs/reference/metrics.md says what they mean."""
+    """Returns each metric's value of every token. docs/reference/metrics.md says what they mean."""
     ratio_BT, clamped_BT = _ratios(now_BT, prev_BT, cfg)
     off_engine_BT = prev_BT - generation_BT
     return {

@@ -41,25 +41,25 @@ class BenchConfig:
     """`bench`: the comparison that `specrollout-lab bench` makes."""
 
     num_rounds: int = bounded(5, low=1)
-    """Interleaved rounds; figures are medians over them."""
+    """Number of rounds, in which the rows take turns. Figures are medians over rounds."""
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
-    """Draft tokens a step of the rows whose method and number of drafts are fixed."""
+    """Draft tokens per step of the rows whose method and number of drafts are fixed."""
     rows: tuple[str, ...] = ()
     """Beginnings of the names of the rows to measure, e.g. [stock, ours]; empty: all rows. `plain` is always measured."""
     deepen: int = bounded(1, low=1, high=64)
     """Factor by which the policy gets more layers, which have no effect (`lab/policies/deep_policy.py`). A head then costs
     as little, relative to the policy, as beside a deep policy. 1: the policy as it is."""
     useless_batches: tuple[int, ...] = bounded((), low=1)
-    """Batch sizes at which to measure drafters that are always wrong; empty skips that."""
+    """Batch sizes at which to measure drafters that are always wrong. Empty skips this measurement."""
     workloads: tuple[WorkloadConfig, ...] = ()
-    """Tasks to measure one after the other, each with its own tables; empty is the config's `data` alone."""
+    """Tasks to measure one after the other, each with its own tables. Empty measures only the config's `data`."""
     constant_batches: tuple[int, ...] = bounded((), low=1)
-    """Batch sizes at which to measure the rows while finished requests are replaced; empty skips that."""
+    """Batch sizes at which to measure the rows while finished requests are replaced. Empty skips this measurement."""
     rows_at_a_time: int = bounded(0, low=0)
     """Number of rows whose engines are in memory at the same time, including `plain`; 0: all rows. Fewer rows need less
     memory. Each row is compared with the measurement of `plain` from the same time."""
     acceptance_k: int = bounded(0, low=0, high=64)
-    """Draft tokens of the table that compares ways of drafting with weights; 0 skips the table."""
+    """Draft tokens of the table that compares ways of drafting with weights. 0 skips the table."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if two workloads have one name, or `rows_at_a_time` leaves no room for a row."""

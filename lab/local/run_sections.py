@@ -12,7 +12,7 @@ from nemo_specrollout.config.strict import bounded, choice, raise_first_mistake
 _LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
 PROCESSED_LOGPROBS = "processed_logprobs"
-"""vLLM's name of log-probs after temperature, top-p and top-k; by default it returns the log-probs before them."""
+"""vLLM's name of log-probs after temperature, top-p and top-k. By default it returns the log-probs before them."""
 DEFAULT_MAX_NUM_SEQS = 64
 """Requests that an engine runs at a time if `vllm_kwargs` does not say."""
 
@@ -66,21 +66,21 @@ class LossConfig:
     ratio_clip_max: float = bounded(0.2, low=0.0, high=1e6)
     """The probability ratio is clipped from above at 1 + ratio_clip_max."""
     ratio_clip_c: float | None = None
-    """Dual clipping: if the advantage is negative, the loss is at most -advantage * c; null is off."""
+    """The c of dual clipping. If the advantage is negative, the loss is at most -advantage * c. Null switches it off."""
     reference_policy_kl_penalty: float = bounded(0.0, low=0.0)
-    """Weight of the KL divergence to the initial policy. NeMo-RL's default is 0.01; here it is opt-in."""
+    """Weight of the KL divergence to the initial policy. NeMo-RL's default is 0.01. Here it is opt-in."""
     reference_policy_kl_type: str = choice("k1", "k2", "k3", default="k3")
     """Estimator of that KL divergence (Schulman 2020, joschu.net/blog/kl-approx.html)."""
     kl_input_clamp_value: float | None = bounded(20.0, low=0.0)
-    """The log ratio to the reference is clamped to +- this before the estimator; null is off."""
+    """The log ratio to the reference is clamped to +- this before the estimator. Null switches it off."""
     kl_output_clamp_value: float | None = bounded(10.0, low=0.0)
-    """The estimate of one token is clamped to +- this; null is off."""
+    """The estimate of one token is clamped to +- this. Null switches it off."""
     token_level_loss: bool = True
     """True: mean over all valid tokens. False: mean over sequences of each sequence's mean."""
     use_importance_sampling_correction: bool = False
     """Weight each token by p(trainer) / p(engine) at generation time. Asynchronous GRPO needs it."""
     force_on_policy_ratio: bool = False
-    """Take the probability ratio as 1, which saves the log-probs pass; needs one optimizer step per rollout."""
+    """Takes the probability ratio as 1, which saves the log-probs pass. Needs one optimizer step per rollout."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the dual clip would cut the ordinary loss."""
@@ -103,7 +103,7 @@ class OptimizerConfig:
     adam_eps: float = bounded(1e-8, above=0.0, high=1.0)
     """Added to the root of the second moment."""
     clip_grad: float = bounded(1.0, low=0.0)
-    """Largest global gradient norm; 0 is off."""
+    """Largest global gradient norm. 0 switches clipping off."""
     lr_warmup_iters: int = bounded(0, low=0)
     """Optimizer steps over which the rate rises linearly from `lr_warmup_init` to `lr`."""
     lr_warmup_init: float = bounded(0.0, low=0.0)
@@ -143,7 +143,7 @@ class VllmConfig:
     max_model_len: int = bounded(low=8)
     """Longest sequence of the engine, prompt and response, in tokens."""
     precision: str = choice("float32", "bfloat16", default="float32")
-    """The engine's dtype; tokens are equal with and without speculation in float32."""
+    """The engine's dtype. Tokens are equal with and without speculation in float32."""
     enforce_eager: bool = True
     """No graph capture; on a CPU it only saves start-up time. False on a GPU: CUDA graphs, which steps there need."""
 
@@ -168,9 +168,9 @@ class GenerationConfig:
     temperature: float = bounded(1.0, low=0.0, high=2.0)
     """Sampling temperature, 0 for greedy. The trainer scores samples at it, as the engine does; greedy samples at 1."""
     top_p: float = bounded(1.0, above=0.0, high=1.0)
-    """Nucleus sampling; 1 is off."""
+    """Probability mass of nucleus sampling. 1 switches it off."""
     top_k: int | None = bounded(None, low=1)
-    """Top-k sampling; null is off."""
+    """Number of tokens of top-k sampling. Null switches it off."""
     backend: str = choice("vllm", default="vllm")
     """The generation engine."""
     colocated: ColocatedConfig = ColocatedConfig()
@@ -178,7 +178,7 @@ class GenerationConfig:
     vllm_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of vllm.LLM, passed on unchanged."""
     specrollout: SpecrolloutConfig = OFF
-    """This package's block; absent is off."""
+    """This package's block. The package is off without it."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for a temperature that vLLM changes, and for sizes that are not positive integers."""

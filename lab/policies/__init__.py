@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies that benchmarks and examples use: how they are fetched, made and trained."""
+"""Fetches, makes and trains the policies that benchmarks and examples use."""

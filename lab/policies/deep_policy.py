@@ -24,13 +24,13 @@ from nemo_specrollout.heads.files.head_facts import LAYER_IDS_FIELD
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 LAYER = "model.layers."
-# What a layer adds to the residual stream comes from these.
+# The products whose outputs a layer adds to the residual stream.
 _LAST_PRODUCTS = ("o_proj.", "down_proj.")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with the policy deepened `bench.deepen` times, and its head beside it; both are written below `folder`.
+    """Returns the config with the policy deepened `bench.deepen` times, and with its head. Writes both below `folder`.
 
     Raises ConfigError for a policy or a drafter that cannot be deepened.
     """
@@ -116,7 +116,7 @@ def deepen_head(source: Path, target: Path, factor: int, policy: Path) -> None:
 def _inert_layer(
     template: Mapping[str, torch.Tensor], spread: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """A layer shaped like `template`: norms of ones, random weights, and nothing that comes out of it."""
+    """Returns a layer shaped like `template` that has norms of ones, random weights, and outputs of zero."""
     layer = {}
     for name, like in template.items():
         if any(product in name for product in _LAST_PRODUCTS):
@@ -134,7 +134,7 @@ def _layer(tensors: Mapping[str, torch.Tensor], layer: int) -> dict[str, torch.T
 
 
 def _copy_all_but_weights(source: Path, target: Path) -> None:
-    """Tokenizer, generation config and the like; what is at `target` goes."""
+    """Copies tokenizer, generation config and other small files to a new `target`. Removes what is there."""
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)

@@ -49,7 +49,7 @@ SYSTEM_PROMPT = "simple"
 TEXTS = "texts.json"
 TEXT_TOKENS, SAMPLED_AT_ONCE = 256, 64
 HELD_OUT = 32
-"""Texts of the end of the list that are never trained on."""
+"""Number of texts at the end of the list that are never trained on."""
 NUM_POSITIONS = 8
 """Draft positions whose acceptance is measured."""
 
@@ -62,7 +62,7 @@ class DraftSettings:
     steps: int = 1200
     seed: int = 0
     texts: int = 512
-    """Texts that the policy samples: tasks and free text in turns."""
+    """Number of texts that the policy samples, alternately for tasks and for free text."""
     learning_rate: float = 1e-3
     warm_up_steps: int = 30
     batch_tokens: int = 1024
@@ -78,7 +78,7 @@ class DraftSettings:
 
 
 def own_texts(base: Path, settings: DraftSettings) -> list[Example]:
-    """Texts that the policy samples at temperature 1, as token ids with the length of the prompt."""
+    """Returns texts that the policy samples at temperature 1, as token ids with the length of the prompt."""
     from lab.local.engine import RolloutEngine
     from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
@@ -104,7 +104,7 @@ def own_texts(base: Path, settings: DraftSettings) -> list[Example]:
 
 
 def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example]:
-    """The texts of an earlier training with the same policy, seed and number, or new ones, which are then stored."""
+    """Returns the texts of an earlier training with the same policy, seed and number, or new ones, which it stores."""
     key = {"base": str(base), "seed": settings.seed, "texts": settings.texts, "tokens": TEXT_TOKENS}
     path = out / TEXTS
     if path.is_file():
@@ -118,10 +118,10 @@ def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example
 
 
 def batches(texts: Sequence[Example], settings: DraftSettings) -> Iterator[list[int]]:
-    """Yields the numbers of the texts of one batch after another, without an end; each epoch has every text once."""
+    """Yields batches without end, as numbers of texts. Each epoch has every text once."""
     rng = random.Random(f"draft-{settings.seed}")
     while True:
-        # A length that is off by a few tokens mixes the batches anew in every epoch.
+        # Random tokens are added to the lengths, so that every epoch has other batches.
         keyed = [([0] * (len(ids) + rng.randrange(24)), i) for i, (ids, _) in enumerate(texts)]
         cut = cut_batches(keyed, settings.batch_tokens)
         rng.shuffle(cut)
@@ -133,7 +133,7 @@ def batches(texts: Sequence[Example], settings: DraftSettings) -> Iterator[list[
 
 
 def start_of(policy: Any, num_layers: int) -> Any:
-    """A float32 model with `num_layers` layers of the policy, and its embedding and head, which are frozen."""
+    """Returns a float32 model with `num_layers` layers of the policy, and the policy's embedding and head, both frozen."""
     from transformers import AutoModelForCausalLM
 
     config = type(policy.config).from_dict(policy.config.to_dict() | {"num_hidden_layers": num_layers})
@@ -156,7 +156,7 @@ def start_of(policy: Any, num_layers: int) -> Any:
 
 
 def kept_layers(num_policy: int, num_draft: int) -> list[int]:
-    """Numbers of the policy's layers that the draft model begins with, from the first to the last in even steps.
+    """Returns the numbers of the policy's layers that the draft model begins with, in even steps from first to last.
 
     On SmolLM2-135M the loss falls faster from these than from the lowest layers or from those of both ends.
     """
@@ -166,7 +166,7 @@ def kept_layers(num_policy: int, num_draft: int) -> list[int]:
 
 
 def states_of(model: Any, texts: Sequence[Example]) -> Tensor:
-    """[N, H]: what the last layer holds (after its norm) where the next token is one of the response, text by text."""
+    """Returns the last layer's states after the norm, [N, H], at all positions before a response token, text by text."""
     ids_BT, _ = pad_batch(texts, 0)
     hidden_BTH = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
     rows = zip(hidden_BTH, texts, strict=True)
@@ -182,7 +182,7 @@ class PolicyStates:
         self._states: dict[int, Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """[N, H] of the texts with these numbers, one after another."""
+        """Returns the states [N, H] of the texts with these numbers, one after another."""
         new = [i for i in numbers if i not in self._states]
         if new:
             texts = [self._texts[i] for i in new]
@@ -197,7 +197,7 @@ class PolicyStates:
 
 
 def loss_of(draft: Any, texts: Sequence[Example], wanted_NH: Tensor, settings: DraftSettings, seed: int) -> Tensor:
-    """The loss of one batch, a scalar; `seed` chooses the positions at which the distributions are compared."""
+    """Returns the scalar loss of one batch. `seed` chooses the positions at which the distributions are compared."""
     with torch.autocast("cpu", torch.bfloat16):
         state_NH = states_of(draft, texts)
         generator = torch.Generator().manual_seed(seed)
@@ -214,7 +214,7 @@ def loss_of(draft: Any, texts: Sequence[Example], wanted_NH: Tensor, settings: D
 
 
 def train(base: Path, out: Path, settings: DraftSettings, save_every: int, console: Console) -> None:
-    """Trains the draft model; writes it with a card to `out` after every `save_every` steps and at the end."""
+    """Trains the draft model. Writes it with a card to `out` after every `save_every` steps and at the end."""
     from transformers import AutoModelForCausalLM
 
     with console.status("the policy samples texts"):
@@ -264,7 +264,7 @@ def train(base: Path, out: Path, settings: DraftSettings, save_every: int, conso
 
 
 def save(draft: Any, base: Path, card: dict[str, Any], out: Path) -> None:
-    """Writes a Hugging Face folder in bfloat16 with the policy's tokenizer; `out` is never half a draft model."""
+    """Writes a Hugging Face folder in bfloat16 with the policy's tokenizer. `out` is never left half written."""
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     folder.chmod(0o755)
     state = {name: tensor.bfloat16() for name, tensor in draft.state_dict().items()}
@@ -288,10 +288,11 @@ def save(draft: Any, base: Path, card: dict[str, Any], out: Path) -> None:
 
 @torch.inference_mode()
 def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> list[float]:
-    """[K]: of the drafts whose earlier ones were right, the share that the policy samples too under the same noise.
+    """Returns for each of K draft positions the share of right drafts among those that follow only right ones.
 
-    A text's noise is drawn so that the policy samples exactly this text. So a draft that follows right ones has the text as
-    its context, and one pass over the text says for all of its positions whether the draft model would be right.
+    A draft is right if the policy samples it too under the same noise. A text's noise is drawn so that the policy samples
+    exactly this text. So a draft that follows right ones has the text as its context, and one pass over the text says for all
+    of its positions whether the draft model would be right.
     """
     generator = torch.Generator().manual_seed(seed)
     right, tried = torch.zeros(NUM_POSITIONS), torch.zeros(NUM_POSITIONS)
@@ -310,9 +311,9 @@ def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> 
 
 
 def same_tokens(policy_NV: Tensor, draft_NV: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """[N]: whether the draft's logits give token `token_N` under noise with which the policy's logits give it.
+    """Returns as [N] whether the draft's logits give token `token_N` under noise with which the policy's logits give it.
 
-    The noise is Gumbel noise on condition that the policy's largest sum is the one of `token_N`: that sum is drawn first, and
+    The noise is Gumbel noise on condition that the policy's largest sum is the one of `token_N`. That sum is drawn first, and
     every other one is drawn below it.
     """
     policy_NV = policy_NV.log_softmax(-1)

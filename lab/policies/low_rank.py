@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank changes of a model's linear layers (LoRA, arXiv 2106.09685): trained beside frozen weights, kept in a small file,
-added to the weights of a Hugging Face folder.
+"""Low-rank changes of a model's linear layers (LoRA, arXiv 2106.09685).
+
+They are trained beside frozen weights, kept in a small file, and added to the weights of a Hugging Face folder.
 
 Shapes: R rows (outputs), C columns (inputs), r rank.
 """
@@ -33,7 +34,7 @@ class LowRankLinear(nn.Module):
 
 
 def add_low_rank(model: nn.Module, rank: int, seed: int) -> dict[str, LowRankLinear]:
-    """Freezes the model and puts a `LowRankLinear` around each linear layer of its decoder; returns them by name."""
+    """Freezes the model and puts a `LowRankLinear` around each linear layer of its decoder. Returns them by name."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in name]
@@ -55,7 +56,7 @@ def save_low_rank(layers: Mapping[str, LowRankLinear], path: Path) -> None:
 
 
 def merge_low_rank(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors with the factors of the file at `path` added, in their own dtypes.
+    """Returns the tensors with the factors of the file at `path` added, in their own dtypes.
 
     Raises ValueError for a factor of a layer that is not among the tensors.
     """

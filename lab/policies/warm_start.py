@@ -5,7 +5,7 @@
 `python -m lab.policies.warm_start --evaluate DIR` samples at temperature 1 and prints how well the policy does.
 
 The number of steps is fixed, not the time, so that a seed gives one policy (up to the number of threads). Training
-stops before the task is mastered: RL needs something left to learn.
+stops before the task is mastered, because RL needs something left to learn.
 
 Shapes: B requests, T positions, V vocabulary.
 """
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run(settings: WarmStart, out: Path, num_samples: int, shape: PolicyShape = SHIPPED) -> None:
-    """Train, save to `out` with a card, and replace what was there only once all is written."""
+    """Trains, and saves to `out` with a card. Replaces earlier contents only once everything is written."""
     if out.exists() and not (out / "card.json").exists():
         raise ValueError(f"out is {out}, which holds something else than a warm start; name another folder")
     started = time.monotonic()
@@ -75,7 +75,7 @@ def run(settings: WarmStart, out: Path, num_samples: int, shape: PolicyShape = S
 
 
 def build_model(seed: int, shape: PolicyShape = SHIPPED) -> Qwen3ForCausalLM:
-    """A Qwen3, float32, initialised from `seed`; the shipped one has about 3 million parameters."""
+    """Returns a float32 Qwen3 initialised from `seed`. The shipped one has about 3 million parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()
@@ -100,7 +100,7 @@ def build_model(seed: int, shape: PolicyShape = SHIPPED) -> Qwen3ForCausalLM:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> float:
-    """Train in place, on responses only; returns the mean weighted loss of the last tenth, in nats per token."""
+    """Trains in place, on responses only. Returns the mean weighted loss of the last tenth, in nats per token."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True
     )
@@ -127,7 +127,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings:
 
 
 def learning_rate_factor(step: int, num_steps: int, num_warm_up: int) -> float:
-    """Linear warm-up to 1, then half a cosine down to 0 at the last step."""
+    """Returns a factor that grows linearly to 1 during warm-up, then falls by half a cosine to 0 at the last step."""
     if step < num_warm_up:
         return (step + 1) / num_warm_up
     rest = max(1, num_steps - num_warm_up)
@@ -135,7 +135,7 @@ def learning_rate_factor(step: int, num_steps: int, num_warm_up: int) -> float:
 
 
 def token_weights(tokenizer: PreTrainedTokenizerFast, digit_weight: float) -> torch.Tensor:
-    """weight_V: `digit_weight` for digits, 1 for all else."""
+    """Returns the loss weights [V] of tokens: `digit_weight` for digits, 1 for all others."""
     weight_V = torch.ones(len(tokenizer))
     weight_V[tokenizer.convert_tokens_to_ids(list("0123456789"))] = digit_weight
     return weight_V
@@ -144,7 +144,7 @@ def token_weights(tokenizer: PreTrainedTokenizerFast, digit_weight: float) -> to
 def training_loss(
     model: Qwen3ForCausalLM, ids_BT: torch.Tensor, labels_BT: torch.Tensor, weight_V: torch.Tensor
 ) -> torch.Tensor:
-    """Weighted mean cross-entropy over response tokens. Padding is on the right, so the causal mask alone hides it."""
+    """Returns the weighted mean cross-entropy over response tokens. Padding is on the right, so the causal mask hides it."""
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), weight_V, ignore_index=IGNORED)
 
@@ -175,7 +175,7 @@ def build_card(
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, card: dict[str, object], out: Path) -> None:
-    """Write a Hugging Face folder in bfloat16 beside `out`, then move it there: `out` is never half a checkpoint."""
+    """Writes a Hugging Face folder in bfloat16 beside `out`, then moves it there, so that `out` is never half written."""
     from transformers import GenerationConfig
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, card: dict
 
 
 def load(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """A saved policy in float32 and its tokenizer. Raises ValueError if `folder` holds none."""
+    """Returns a saved policy in float32 and its tokenizer. Raises ValueError if `folder` has none."""
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
     if not (folder / "config.json").is_file():
@@ -201,7 +201,7 @@ def load(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def training_progress(console: Console | None = None) -> Progress:
-    """A bar of training steps; its task has a field `loss`."""
+    """Returns a progress bar of training steps, whose task has a field `loss`."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
     return Progress(*columns, TimeRemainingColumn(), console=console)
 

@@ -23,9 +23,9 @@ DEFAULT_STEPS = 6000
 BATCH_TOKENS = 768
 """Positions of a training batch, padding included."""
 POOL_PROBLEMS = 256
-"""Batches are cut from pools of problems sorted by length, which keeps padding small."""
+"""Number of problems in a pool. Batches are cut from a pool that is sorted by length, which keeps padding small."""
 POOL_STEPS = 64
-"""About the number of batches in a pool; only the pace of the curriculum depends on it."""
+"""Approximate number of batches in a pool. Only the pace of the curriculum depends on it."""
 IGNORED = -100
 Example = tuple[list[int], int]
 """Token ids of a prompt with its response, and the length of the prompt."""
@@ -43,11 +43,11 @@ class WarmStart:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     digit_weight: float = 3.0
-    """Loss weight of a digit against a word. Digits are what is hard; the optimum of each position is the same."""
+    """Loss weight of a digit relative to a word. Digits are the hard part. The optimum of each position is the same."""
     curriculum: float = 0.4
     """Share of the steps over which the longest problem grows from 3 terms to 16."""
     quick_from: float = 0.8
-    """Share of the steps after which every second response is a quick writer's, who slips: what RL is to unlearn."""
+    """Share of the steps after which every second response is that of a quick writer, whose mistakes RL has to unlearn."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -57,7 +57,7 @@ class WarmStart:
 def make_batches(
     tokenizer: PreTrainedTokenizerFast, settings: WarmStart
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (ids_BT, labels_BT) of about `BATCH_TOKENS` positions each, examples of similar length together."""
+    """Yields batches (ids_BT, labels_BT) without end, of about `BATCH_TOKENS` positions and examples of similar length."""
     rng = random.Random(f"batches-{settings.seed}")
     for pool in itertools.count():
         step = pool * POOL_STEPS
@@ -71,7 +71,7 @@ def make_batches(
 
 
 def longest_problem(step: int, settings: WarmStart) -> int:
-    """The most terms a training problem has at `step`: small sums are learned first, and carry over."""
+    """Returns the largest number of terms of a training problem at `step`. Short sums are learned first, and carry over."""
     progress = min(1.0, step / max(1.0, settings.curriculum * settings.steps))
     return FIRST_MAX_TERMS + int(progress * (MAX_TERMS - FIRST_MAX_TERMS))
 
@@ -91,7 +91,7 @@ def _make_examples(
 
 
 def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Example]]:
-    """The examples, by length, in batches whose padded size stays within `batch_tokens` (one example at least)."""
+    """Returns the examples, sorted by length, in batches of a padded size of at most `batch_tokens`, or of one example."""
     batches: list[list[Example]] = [[]]
     for example in sorted(examples, key=lambda example: len(example[0])):
         if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > batch_tokens:
@@ -101,7 +101,7 @@ def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Exa
 
 
 def pad_batch(batch: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
+    """Returns (ids_BT, labels_BT), padded on the right. Prompt and padding have no label."""
     width = max(len(ids) for ids, _ in batch)
     ids_BT = torch.full((len(batch), width), pad_id)
     labels_BT = torch.full((len(batch), width), IGNORED)

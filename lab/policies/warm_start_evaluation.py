@@ -22,7 +22,10 @@ EVALUATION_SEED = 1_000_003
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One sample per problem at temperature 1: rates in 0..1, entropy in nats, lengths in tokens with the end token."""
+    """Figures of one sample per problem at temperature 1.
+
+    Rates are in 0..1, entropy is in nats, and lengths are in tokens with the end token.
+    """
 
     num_samples: int
     accuracy: float
@@ -37,7 +40,7 @@ class Evaluation:
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, num_samples: int, batch_size: int = 64
 ) -> Evaluation:
-    """Sample one response for each of `num_samples` problems that training never sees, at temperature 1."""
+    """Evaluates one sample at temperature 1 for each of `num_samples` problems that training never sees."""
     torch.manual_seed(EVALUATION_SEED)
     problems = sorted(make_problems(EVALUATION_SEED, num_samples), key=lambda problem: len(problem.terms))
     rewards: list[float] = []
@@ -68,7 +71,7 @@ def evaluate(
 def sample(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids_BT, entropy_BT) of one response per prompt at temperature 1; ids after the end token are padding."""
+    """Returns (ids_BT, entropy_BT) of one response per prompt at temperature 1. Ids after the end token are padding."""
     padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left")
     policy: Any = model  # transformers types `generate` for protocols that its own models do not meet
     output = policy.generate(

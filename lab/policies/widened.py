@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Widens a policy and its EAGLE-3 head, so that a pass costs what a larger model's costs and computes the same.
+"""Widens a policy and its EAGLE-3 head, so that a pass costs as much as a larger model's and computes the same.
 
 The larger model has the small one inside. Its other numbers cannot reach a logit:
 
@@ -8,7 +8,7 @@ The larger model has the small one inside. Its other numbers cannot reach a logi
 - A matrix has the small one at the inputs and outputs of the small model. Its other outputs get zeros from those inputs, so
   they are zero. Inputs that are zero always may have any weights. These are random, because a GPU multiplies zeros faster.
 - A query head that is new in a group of the small model reads values that are not zero, so its outputs have zero weights.
-- New layers stand after the old ones, and add zeros to the residual stream. So a head reads the same layers as before.
+- New layers come after the old ones, and add zeros to the residual stream. So a head reads the same layers as before.
 
 In exact arithmetic, logits are equal. In floating point, sums have another order, and scaled norms are rounded. Norms of
 single attention heads (Qwen3's) share the model's epsilon and are not widened, so they change by about epsilon over their
@@ -78,7 +78,7 @@ class Widening:
     """
 
     def __init__(self, config: Mapping[str, Any], target: Shape) -> None:
-        """`config` is the small model's, or the one of a head's layer. Raises ValueError if `target` is too small."""
+        """Computes the places. `config` is the small model's or a head's. Raises ValueError if `target` is too small."""
         source = Shape.of(config)
         too_small = [name for name, size in asdict(source).items() if getattr(target, name) < size]
         if too_small or target.heads_per_group < source.heads_per_group:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worked solutions of three `reasoning-gym` tasks, written by rule: what the real model's supervised start learns from.
+"""Writes worked solutions of three `reasoning-gym` tasks by rule. The real model's supervised start learns from them.
 
 A solution goes step by step in varied wording and is always right. A direct answer has no steps. It is right too, but a
 small model cannot compute it in one go. A policy that has learned both answers some problems each way, and reinforcement
@@ -82,7 +82,7 @@ DIRECT_RATE = {"chain_sum": 0.25, "leg_counting": 0.25, "number_sorting": 0.0}
 
 
 def worked_solution(entry: Mapping[str, Any], rng: random.Random) -> str:
-    """Returns a right response to an entry of a `reasoning-gym` dataset; it ends with `<answer>...</answer>`.
+    """Returns a right response to an entry of a `reasoning-gym` dataset. It ends with `<answer>...</answer>`.
 
     Raises KeyError for a task other than the three above.
     """

@@ -85,7 +85,7 @@ class ModelShape:
     """Width of a dense layer's MLP."""
     vocab_size: int = bounded(low=1)
     num_experts: int = bounded(0, low=0)
-    """Experts in each layer; 0 for a dense model."""
+    """Experts in each layer, or 0 for a dense model."""
     num_experts_per_tok: int = bounded(0, low=0)
     moe_intermediate_size: int = bounded(0, low=0)
     """Width of one expert."""

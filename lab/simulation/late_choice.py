@@ -3,7 +3,7 @@
 
     python -m lab.simulation.late_choice [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
 
-Each row is a way of choosing, in tokens a second over those of the device's choice. Proposals, tokens, board and policy are
+Each row is a way of choosing, in tokens per second divided by the device's. Proposals, tokens, board and policy are
 the same (`lab.simulation.replay`). Each figure is the median of `SEEDS` runs, which differ in the noise of the seconds.
 """
 

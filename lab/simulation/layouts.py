@@ -48,7 +48,7 @@ class Layout:
     kind: str
     """As in `Fleet.speculation`."""
     draft: str
-    """As in `MethodConfig`; `model` for the policy's draft model."""
+    """As in `MethodConfig`, or `model` for the policy's draft model."""
 
 
 LAYOUTS = (

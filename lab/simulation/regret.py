@@ -8,7 +8,7 @@ Three ways to decide are compared, with the same proposals and the same machine:
 - rates: true seconds, and each depth is weighed after all drafts were made, by the board's rates for these very drafts;
 - hindsight: the tokens are known, so only right drafts are made and verified.
 
-The latter two decide each step for the most tokens a second. They follow all requests or none, whichever is faster in a batch.
+The latter two decide each step for the most tokens per second. They follow all requests or none, as is faster in a batch.
 
 Shapes: B running requests, D drafters, K draft positions, F = K + 1 depths of drafting, P positions of all responses.
 """
@@ -26,7 +26,7 @@ from nemo_specrollout.speculation.step_model import StepCosts
 
 
 class _PaidPolicy(FixedPolicy):
-    """Verifies what makes the most tokens a second, after drafts whose seconds are known."""
+    """Verifies what makes the most tokens per second, after drafts whose seconds are known."""
 
     def __init__(self, num_positions: int, machine: Machine) -> None:
         super().__init__(num_positions, num_positions)

@@ -29,7 +29,7 @@ class ClusterConfig:
     gpus_per_engine: int = bounded(1, low=1)
     """Tensor-parallel size of an engine."""
     train_gpus: int = bounded(0, low=0)
-    """GPUs that train and never generate; 0 if generation and training take turns on all GPUs."""
+    """GPUs that train and never generate, or 0 if generation and training take turns on all GPUs."""
     expert_parallel: bool = False
     """Whether each expert lies whole on one GPU."""
 
@@ -135,7 +135,7 @@ class DraftingConfig:
     method_correlation: float = bounded(0.5, low=0.0, high=1.0)
     """Correlation of the log-odds of two methods on the same request."""
     drafter_gpus: tuple[int, ...] = bounded((), low=1)
-    """Possible sizes of a separate drafter in GPUs; empty to disable it."""
+    """Possible sizes of a separate drafter in GPUs, or empty to disable it."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if methods are missing, repeated or unsuitable."""
@@ -232,7 +232,7 @@ class TrainingConfig:
     num_steps: int = bounded(12, low=2, high=1000)
     """Simulated steps if they overlap. About the second half counts."""
     run_ahead: AheadConfig | None = None
-    """Adds synchronous steps with texts of coming steps in flight; None for no such variants."""
+    """Adds synchronous steps with texts of coming steps in flight, or no such variants if it is None."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if a value contradicts the lag."""

@@ -221,7 +221,7 @@ class SimulatedSpeeds:
     context: float
 
     def tokens_per_s(self, method: int, batch: int) -> float:
-        """Returns the tokens a second of each of `batch` typical requests."""
+        """Returns the tokens per second of each of `batch` typical requests."""
         p_B = np.full(batch, self.typical_p[method])
         return self.methods[method].tokens_per_s(p_B, self.context)
 

@@ -58,7 +58,7 @@ class Speculation(ABC):
         return seconds + step.depth * self.costs.draft_s(num_requests, context) if step.depth else seconds
 
     def tokens_per_s(self, p_B: np.ndarray, context: float) -> float:
-        """Returns the mean tokens a second of a request."""
+        """Returns the mean tokens per second of a request."""
         step = self.decode_step(p_B, context)
         return float(step.tokens_B.mean()) / self.step_s(step, len(p_B), context)
 

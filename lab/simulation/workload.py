@@ -37,7 +37,7 @@ class LengthConfig:
     max_tokens: int = bounded(low=1)
     """Maximum length, like `max_new_tokens`."""
     group_share: float = bounded(0.5, low=0.0, high=1.0)
-    """Share of the variance between prompts; the rest is between samples of a prompt."""
+    """Share of the variance that is between prompts. The rest is between samples of a prompt."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the median is above the cap."""

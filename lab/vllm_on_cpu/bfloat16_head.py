@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantization method for the draft head of a CPU engine.
 
-The head may compute in bfloat16 beside a float32 policy, on CPUs that multiply bfloat16: no token depends on the head.
+The head of a float32 policy may compute in bfloat16 on CPUs that multiply bfloat16, because no token depends on the head.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def quantize_head(vllm_config: Any) -> None:
 
 
 class _InBfloat16(QuantizeMethodBase):
-    """Mixin for a method of vLLM: weights and products in bfloat16, inputs and outputs in the policy's type."""
+    """Mixin for a method of vLLM. Weights and products are bfloat16, and inputs and outputs have the policy's type."""
 
     def create_weights(
         self,

@@ -31,7 +31,7 @@ class CpuPlatformForV2(CpuPlatform):
 
 
 def _norm_context_keys_by_layer() -> None:
-    """Makes DFlash norm the context's keys of each layer by that layer's weights. vLLM's CPU kernel uses the first layer's."""
+    """Makes DFlash normalise each layer's context keys by that layer's weights. vLLM's CPU kernel uses the first layer's."""
     try:
         from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     except ImportError:  # before 0.32

@@ -4,13 +4,13 @@
 import os
 
 V2_ON_CPU = "NEMO_SPECROLLOUT_V2_ON_CPU"
-"""Environment variable that keeps vLLM's own platform with "0"."""
+"""Environment variable. The value "0" keeps vLLM's own platform."""
 _ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 """Variables of a process with our platform. torch.compile would take minutes on a CPU."""
 
 
 class _ActiveDriver:
-    """The driver that vLLM wants of a Triton backend before it allows the V2 model runner."""
+    """The driver that a Triton backend must have before vLLM allows the V2 model runner."""
 
     @staticmethod
     def is_active() -> bool:

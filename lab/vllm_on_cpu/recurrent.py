@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers in steps with drafts: vLLM's functions for CPUs forget which drafts of the last step stood.
+"""Replaces vLLM's CPU functions for recurrent layers, which ignore the drafts that the last step accepted.
 
-Each function takes the arguments of vLLM's own and does what its GPU kernel does, in a loop over requests.
+Each function takes the arguments of vLLM's own and does what vLLM's GPU kernel does, in a loop over requests.
 
 Shapes: B requests, K draft positions, R rows, L rows of one request; C channels and W taps of a convolution; H heads of size
 D with a state of size N.
@@ -43,10 +43,10 @@ def convolve(
     null_block_id: int = 0,
     **_: Any,
 ) -> torch.Tensor:
-    """Returns the convolved rows [R, C], and moves each request's window on, like vLLM's `causal_conv1d_update`.
+    """Returns the convolved rows [R, C], and advances each request's window, like vLLM's `causal_conv1d_update`.
 
     The window [C, W - 1 + K] begins `accepted - 1` columns late if the last step had drafts. All rows of this step are kept in
-    it, because only the next step knows which of them stood.
+    it, because only the next step knows which of them were accepted.
     """
     assert conv_state_indices is not None
     slots_B = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
@@ -86,7 +86,7 @@ def scan_states(
     """Writes the rows of a Mamba2 layer to `out` [R, H, D], like vLLM's `selective_state_update`.
 
     In a step with drafts, each row leaves its state [H, D, N] in a slot of its own. The next step begins at the slot of the
-    last token that stood.
+    last accepted token.
     """
     from_BK, to_BK = (t if t.dim() == 2 else t[:, None] for t in (state_batch_indices, dst_state_batch_indices))
     starts, per_group = _starts(cu_seqlens, len(from_BK)), state.shape[1] // B.shape[1]
@@ -152,7 +152,7 @@ def _heads(layer: Any, made_LC: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sequences(metadata: Any) -> Iterator[tuple[list[int], list[int], int, bool]]:
-    """Yields of each request: rows, slots of states, tokens that the last step accepted (0: no drafts), has it a state."""
+    """Yields each request's rows, slots of states, tokens accepted in the last step (0: no drafts), and if it has a state."""
     if metadata.num_spec_decodes:
         starts = metadata.spec_query_start_loc.tolist()
         order = range(starts[-1]) if metadata.spec_token_indx is None else metadata.spec_token_indx.tolist()

@@ -38,7 +38,7 @@ class RunFacts:
     filters_by_reward: bool = False
     """True if rewards decide how many batches a step takes, so that a batch's step is not known in advance."""
     rows: str = ""
-    """Path of the folder in which the engines record rows for an audit; empty if they record none."""
+    """Path of the folder in which the engines record rows for an audit, or empty if they record none."""
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":

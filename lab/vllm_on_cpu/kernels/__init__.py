@@ -2,7 +2,7 @@
 """Numba bodies for the Triton kernels of vLLM's V2 model runner, which let the runner work on a CPU at a CPU's speed.
 
 vLLM's interface for such bodies is `vllm.triton_utils.dispatcher`. A body has its kernel's parameters, in the kernel's order.
-It does in one call what all programs of a launch do (`kernel_launch.numba_body`).
+One call of a body does the work of all programs of a launch (`kernel_launch.numba_body`).
 """
 
 import functools
@@ -26,7 +26,7 @@ def bodies() -> dict[str, Callable[..., None]]:
 
 @functools.cache
 def register() -> int:
-    """Replaces vLLM's kernels by the bodies, once in a process. Returns the number of replaced kernels.
+    """Replaces vLLM's kernels by the bodies, once per process. Returns the number of replaced kernels.
 
     Kernels that this vLLM does not have are skipped. Raises RuntimeError if a kernel has other parameters than its body.
     """

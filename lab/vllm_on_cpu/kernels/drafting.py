@@ -14,7 +14,7 @@ def prepare_head_prefill(  # type: ignore[no-untyped-def]
     next_prefill_tokens_ptr, num_sampled_ptr, num_rejected_ptr, query_start_loc_ptr, seq_lens_ptr, max_num_reqs,
     BLOCK_SIZE,
 ):  # fmt: skip
-    """Copies the target's inputs without rejected tokens, shifted by one: a head reads token i + 1 with state i."""
+    """Copies the target's inputs without rejected tokens, shifted by one because a head reads token i + 1 with state i."""
     num_reqs = len(idx_mapping_ptr)
     for b in range(num_reqs):
         slot, start = idx_mapping_ptr[b], query_start_loc_ptr[b]
@@ -81,7 +81,7 @@ def prepare_draft_model_prefill(  # type: ignore[no-untyped-def]
     last_token_indices_ptr, out_query_start_loc_ptr, out_seq_lens_ptr, query_start_loc_ptr, seq_lens_ptr,
     num_rejected_ptr, max_num_reqs, max_model_len, BLOCK_SIZE,
 ):  # fmt: skip
-    """Copies the target's inputs with one more token for each request: the last sampled token follows the accepted ones."""
+    """Copies the target's inputs, and appends the last sampled token to each request's accepted tokens."""
     num_reqs = len(idx_mapping_ptr)
     for b in range(num_reqs):
         start, end = query_start_loc_ptr[b], query_start_loc_ptr[b + 1]
@@ -168,7 +168,7 @@ def scan_ngrams(  # type: ignore[no-untyped-def]
     token_ids_ptr, token_ids_stride, idx_mapping_ptr, total_len_ptr, num_sampled_ptr, scratch_ptr, scratch_stride, L,
     MIN_N, MAX_N, MAX_N_PO2, BLOCK_L,
 ):  # fmt: skip
-    """Finds the longest n-gram that also ends the text, the rightmost of several, as n (L + 1) + position + 1."""
+    """Finds the longest n-gram that also ends the text, the rightmost of equals. Encodes it as n (L + 1) + position + 1."""
     for b in range(len(idx_mapping_ptr)):
         slot = idx_mapping_ptr[b]
         tokens, length = token_ids_ptr[slot], total_len_ptr[slot]
@@ -202,8 +202,8 @@ def draft_ngrams(  # type: ignore[no-untyped-def]
             drafts_ptr[b, k] = token_ids_ptr[slot, min(start + k, L - 1)] if found else last_sampled_ptr[slot]
 
 
-# Several modules for multi-token prediction, one for each draft position. A later module has stale keys for rejected drafts,
-# so their last tokens pass through the module again, from a cache.
+# The kernels below serve policies with one multi-token prediction module for each draft position. A later module has stale
+# keys for rejected drafts, so the last tokens pass through the module again, from a cache.
 
 
 @numba_body("worker.gpu.spec_decode.multi_module_mtp.speculator._prepare_input_buffers_kernel")

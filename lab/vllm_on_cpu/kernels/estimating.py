@@ -76,7 +76,7 @@ def predict(  # type: ignore[no-untyped-def]
     step_ptr, num_tokens, vocab_num_blocks, per_token_step, NUM_SPECULATIVE_STEPS, MAX_LOG_ODDS,
     PADDED_VOCAB_NUM_BLOCKS,
 ):  # fmt: skip
-    """Computes the log-odds that a draft distribution gives its likeliest token, and the acceptance that they predict."""
+    """Computes the log-odds of a draft distribution's likeliest token, and the acceptance that they predict."""
     for row in range(num_tokens):
         slot = idx_mapping_ptr[row]
         if slot < 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits for numba: float32 values, an order for arg-max, and a logarithm and exponential that LLVM vectorises.
+"""Arithmetic on logits for numba: decoding, an order for arg-max, and a logarithm and an exponential that LLVM vectorises.
 
 No operation is fused or reordered, so a result has the same bits on every CPU and beside any other rows. A 16-bit float
-comes as its bits: uint16 is bfloat16, int16 is float16 (see `kernel_launch.view`).
+is passed as its bits, a bfloat16 as uint16 and a float16 as int16 (see `kernel_launch.view`).
 
 Shapes: V vocabulary, N elements of a block.
 """
@@ -30,12 +30,12 @@ LOG_SQRT_HALF = -0.3465736210346221923828125
 ATANH_SIXTH = (2.0, 0.666668176651001, 0.399748295545578, 0.2992499768733978)
 """2 atanh(s) / s as a float32 polynomial in t = s^2, lowest order first.
 
-A Chebyshev fit of relative error below 5e-9 on t in [0, 0.02945], the range that a logarithm needs."""
+It is a Chebyshev fit with a relative error below 5e-9 on t in [0, 0.02945], the range that a logarithm needs."""
 _LN2, _SQRT_HALF, _LOG_SQRT_HALF = F32(LN2), F32(SQRT_HALF), F32(LOG_SQRT_HALF)
 _S0, _S1, _S2, _S3 = (F32(c) for c in ATANH_SIXTH)
 
 _LOG2_E = F32(1.4426950408889634)
-# 2^f = 1 + f P(f) for |f| <= 1/2: a Chebyshev fit of relative error 7e-9, highest power first.
+# Coefficients of P in 2^f = 1 + f P(f) for |f| <= 1/2, highest power first. A Chebyshev fit with a relative error of 7e-9.
 _P5, _P4, _P3, _P2, _P1, _P0 = (
     F32(c)
     for c in (
@@ -53,12 +53,12 @@ _SMALLEST_EXPONENT = F32(-126.0)
 
 
 def value_of(number: Any) -> Any:
-    """Inside a numba function: returns the float32 value of a logit, a float32 or the bits of a 16-bit float."""
+    """Returns, inside a numba function, the float32 value of a logit, which is a float32 or the bits of a 16-bit float."""
     raise NotImplementedError
 
 
 def stored(value: Any, like: Any) -> Any:
-    """Inside a numba function: returns float32 `value` as the array of logits `like` stores it; not for float16."""
+    """Returns, inside a numba function, float32 `value` as the array of logits `like` stores it. Not for float16."""
     raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ def decode(logits_N, values_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def order_key(value):  # type: ignore[no-untyped-def]
-    """Returns an int32 in the order of float32 `value`: LLVM vectorises a maximum of integers, but not of floats."""
+    """Returns an int32 that is ordered like float32 `value`. LLVM vectorises a maximum of integers, but not of floats."""
     bits = np.float32(value).view(np.int32)
     return I32(bits ^ ((bits >> I32(31)) & I32(0x7FFFFFFF)))
 
@@ -153,7 +153,7 @@ def log(value):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def exp_of_negative(value):  # type: ignore[no-untyped-def]
-    """Returns the exponential of a float32 that is at most 0, at least 2^-126: for sums that have a larger part."""
+    """Returns the exponential of a float32 of at most 0, but at least 2^-126. Meant for sums that have a larger part."""
     exponent = value * _LOG2_E
     exponent = _SMALLEST_EXPONENT if exponent < _SMALLEST_EXPONENT else exponent
     shifted = exponent + _TO_INTEGER

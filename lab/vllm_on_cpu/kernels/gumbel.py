@@ -115,10 +115,10 @@ def gumbel_sample(  # type: ignore[no-untyped-def]
     logits_stride, expanded_idx_mapping_ptr, seeds_ptr, pos_ptr, temp_ptr, vocab_size, BLOCK_SIZE, IS_DRAFTING,
     APPLY_TEMPERATURE, USE_FP64, PER_TOKEN_COL,
 ):  # fmt: skip
-    """Writes arg-max(logits / temperature + noise) of each row, or arg-max(logits) at temperature 0, the first of equals.
+    """Writes arg-max(logits / temperature + noise) of each row, or arg-max(logits) at temperature 0.
 
-    Rows without a request (-1) are greedy. With a cache, the raw logits are stored at [request, column]. The result of a row
-    with NaN is undefined.
+    Takes the first of equals. Rows without a request (-1) are greedy. With a cache, the raw logits are stored at
+    [request, column]. The result of a row with NaN is undefined.
     """
     scores_N, bits_N = np.empty(BLOCK_SIZE, np.float32), np.empty(BLOCK_SIZE, np.uint32)
     for r in range(logits_ptr.shape[0]):

@@ -19,7 +19,7 @@ BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 @intrinsic
 def void_pointer(_typing: Any, address: Any) -> Any:
-    """Inside a numba function: turns an address, such as `tensor.data_ptr()`, into a pointer for `numba.carray`."""
+    """Turns, inside a numba function, an address such as `tensor.data_ptr()` into a pointer for `numba.carray`."""
     return types.voidptr(address), lambda _context, builder, _signature, args: builder.inttoptr(
         args[0], cgutils.voidptr_t
     )
@@ -27,12 +27,12 @@ def void_pointer(_typing: Any, address: Any) -> Any:
 
 @njit(cache=True, inline="always")
 def int32_array(address, length):  # type: ignore[no-untyped-def]
-    """Inside a numba function: returns the int32 numbers at an address as an array."""
+    """Returns, inside a numba function, the int32 numbers at an address as an array."""
     return carray(void_pointer(address), (length,), np.int32)
 
 
 def view(argument: Any) -> Any:
-    """Returns a tensor's memory as an array with the tensor's strides; returns anything else unchanged.
+    """Returns a tensor's memory as an array with the tensor's strides. Returns anything else unchanged.
 
     A bfloat16 tensor becomes an array of uint16, and a float16 tensor one of int16. They hold bits to be copied or decoded.
     """

@@ -235,14 +235,14 @@ def top_k_top_p(
     TOPP_ENABLED: bool,
     SPLIT_COVERS_PONLY: bool,
 ) -> None:
-    """Writes -inf to the tokens that top-k and top-p leave out, by vLLM's own sort. Rows do not affect each other."""
+    """Writes -inf to the tokens that top-k and top-p leave out. Uses vLLM's own sort. Rows do not affect each other."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     top_k, top_p = (K if TOPK_ENABLED else None), (P if TOPP_ENABLED else None)
     LOGITS.copy_(apply_top_k_top_p_pytorch(LOGITS, top_k, top_p, allow_cpu_sync=True))
 
 
-# `sample/thinking_budget.py`: find where a text last started and stopped reasoning, and force the end.
+# Bodies for `sample/thinking_budget.py`, which find where a text last started and stopped reasoning, and force the end.
 
 
 _FORCED = F32(1e9)

@@ -35,7 +35,7 @@ def _add_exponentials(values_N, largest, sums_N):  # type: ignore[no-untyped-def
 
 @njit(cache=True, error_model="numpy")
 def _total(sums_N):  # type: ignore[no-untyped-def]
-    """Returns the sum of an array whose length is a power of two; overwrites the array."""
+    """Returns the sum of an array whose length is a power of two. Overwrites the array."""
     width = len(sums_N)
     while width > 1:
         width //= 2
@@ -46,7 +46,7 @@ def _total(sums_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def log_sum_exp(logits_V, values_N, sums_N):  # type: ignore[no-untyped-def]
-    """Returns a row's largest logit and log(sum(exp(logit - largest))), float32; the last two arrays are scratch."""
+    """Returns a row's largest logit and log(sum(exp(logit - largest))) as float32. The last two arrays are scratch."""
     size, largest = len(sums_N), NEGATIVE_INFINITY
     sums_N[:] = F32(0)
     for first in range(0, len(logits_V), size):
@@ -142,7 +142,7 @@ def trace_replay(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _compact(logits_V, vocab_size, token_ids_K, max_num_kept, packed_mask_W):  # type: ignore[no-untyped-def]
-    """Writes the first ids with a finite logit, and a bit for each such id; returns their number."""
+    """Writes the first ids with a finite logit, and a bit for each such id. Returns their number."""
     count = 0
     packed_mask_W[: (vocab_size + 7) // 8] = 0
     for v in range(vocab_size):

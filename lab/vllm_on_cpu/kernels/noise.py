@@ -64,7 +64,7 @@ def token_bits(state, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def uniform_of(bits):  # type: ignore[no-untyped-def]
-    """Returns (bits + 1/2) / 2^32, rounded once to float32: from 2^-33 to 1."""
+    """Returns (bits + 1/2) / 2^32, which is from 2^-33 to 1, rounded once to float32."""
     high = F32(np.right_shift(bits, U32(16)))
     low = F32(np.bitwise_and(bits, U32(0xFFFF)))
     return high * F32(2.0**-16) + (low + F32(0.5)) * F32(2.0**-32)

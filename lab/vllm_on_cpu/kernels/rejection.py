@@ -168,7 +168,7 @@ def compute_cumulative_log_p(  # type: ignore[no-untyped-def]
     draft_local_sumexp_stride, cu_num_logits_ptr, idx_mapping_ptr, temp_ptr, vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS,
     HAS_DRAFT_LOGITS,
 ):  # fmt: skip
-    """Computes log p_i: the running product of the drafts' probability ratios, capped at 1 after each draft."""
+    """Computes log p_i. p_i is the running product of the drafts' probability ratios, capped at 1 after each draft."""
     for b in range(len(idx_mapping_ptr)):
         slot, start = idx_mapping_ptr[b], cu_num_logits_ptr[b]
         if temp_ptr[slot] == 0:
@@ -215,7 +215,7 @@ def compute_local_residual_mass(  # type: ignore[no-untyped-def]
             local_residual_mass_ptr[row, v // BLOCK_SIZE] += max(scaled_p - q, F32(0))
 
 
-# The token after the accepted drafts, from the residual.
+# The functions below sample the token after the accepted drafts from the residual.
 
 
 @njit(cache=True, error_model="numpy")

@@ -55,7 +55,7 @@ def log_prob(logits_V, token, temperature, max_B, sumexp_B):  # type: ignore[no-
 
 @njit(cache=True)
 def block_argmax(values_V, block_size, argmax_B, max_B):  # type: ignore[no-untyped-def]
-    """Writes each block's largest value and its index, the first of equals."""
+    """Writes each block's largest value and its index. Takes the first of equals."""
     for block in range((len(values_V) + block_size - 1) // block_size):
         best = block * block_size
         for v in range(best, min((block + 1) * block_size, len(values_V))):
@@ -66,7 +66,7 @@ def block_argmax(values_V, block_size, argmax_B, max_B):  # type: ignore[no-unty
 
 @njit(cache=True)
 def argmax_of_blocks(argmax_B, max_B):  # type: ignore[no-untyped-def]
-    """Returns the token of the largest block maximum, the first of equals; NaN counts as -inf."""
+    """Returns the token of the largest block maximum, and the first of equals. NaN counts as -inf."""
     best = 0
     for block in range(len(max_B)):
         if max_B[block] > max_B[best] or np.isnan(max_B[best]):

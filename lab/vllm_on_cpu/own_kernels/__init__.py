@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for a CPU of the product's own Triton kernels. Each module has the functions of one module of kernels."""
+"""CPU bodies of the product's own Triton kernels. Each module has the functions of one module of kernels."""
 
 from nemo_specrollout.sampling.platforms import KernelModule, Platform, register_platform
 
@@ -13,7 +13,7 @@ _BODIES = {
     KernelModule.EQUALITY: "equality",
 }
 PLATFORM = Platform(_WORKER, {ours: f"{__name__}.{body}" for ours, body in _BODIES.items()})
-"""What engines on a CPU run."""
+"""The worker class and the kernels that engines on a CPU run."""
 
 
 def register() -> None:

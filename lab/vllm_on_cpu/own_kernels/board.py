@@ -3,8 +3,8 @@
 
 `t` are the board's tables. Shapes: as in `drafters/board.py`; L = NUM_LEVELS.
 
-What a step adds to a table that all requests share is summed apart, and added at the end. So no request reads what another
-request of its step has learned, and the order of the requests does not matter. On a GPU they run at the same time.
+A step's additions to a table that all requests share are summed separately, and added at the end. So no request reads what
+another request of its step has learned, and the order of the requests does not matter. On a GPU they run at the same time.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ PRIOR_STRENGTH = F32(base.PRIOR_STRENGTH)
 
 @njit(cache=True, nogil=True)
 def _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_alone_2):  # type: ignore[no-untyped-def]
-    """Scales hits and trials down to the evidence window, then adds the step's. Untried evidence keeps its counts."""
+    """Scales hits and trials down to the evidence window, then adds the step's. Evidence without trials keeps its counts."""
     window = F32(base.EVIDENCE_WINDOW)
     for d in range(t.evidence_DE2.shape[0]):
         for e in range(t.evidence_DE2.shape[1]):
@@ -36,7 +36,7 @@ def _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_al
 
 @njit(cache=True, nogil=True)
 def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
-    """Returns a request's hits over the hits that its evidence predicted, with a prior of 1."""
+    """Returns a request's hits divided by the hits that its evidence predicted, with a prior of 1."""
     return (factor_2[0] + PRIOR_STRENGTH) / (factor_2[1] + PRIOR_STRENGTH)
 
 
@@ -63,7 +63,7 @@ def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[
 @njit(cache=True, nogil=True)
 def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_weight_D2):  # type: ignore[no-untyped-def]
     """Compares a request's open proposals with its text, each up to its first miss or the end of the text."""
-    # Names of their own, because numba counts references at each access to a field.
+    # Fields are read once into local names, because numba counts references at each access to a field.
     length_D, base_D, checked_D, factor_D2 = t.length_SD[slot], t.base_SD[slot], t.checked_SD[slot], t.factor_SD2[slot]
     tokens_DK, evidence_DK = t.tokens_SDK[slot], t.evidence_SDK[slot]
     for d in range(len(length_D)):
@@ -119,7 +119,7 @@ def observe(texts, num_sampled_B, num_rejected_B, t, step):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def _relate(tokens_DK, count_D, reference, relation_DK):  # type: ignore[no-untyped-def]
-    """Writes the relation of each token to the proposal of the other side (`NUM_RELATIONS`). The reference is one side."""
+    """Writes the relation of each token to the proposal of the other side (`NUM_RELATIONS`). One side is the reference."""
     relation_DK[:] = 0
     if reference < 0:
         return
@@ -154,7 +154,7 @@ def _rate(rates_DE, evidence_DK, count_D, factor_D, price, rate_DK, worth_D):  #
 
 @njit(cache=True, nogil=True)
 def _best(worth_D, count_D):  # type: ignore[no-untyped-def]
-    """Returns the drafter of the highest worth, and the number of its draft tokens: 0 if none is worth anything."""
+    """Returns the drafter of the highest worth, and the number of its draft tokens, or 0 if none is worth anything."""
     best = worth_D.argmax()
     return best, count_D[best] if worth_D[best] > 0 else 0
 
@@ -171,10 +171,10 @@ def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # type: ignore[no-untyped-def]
-    """Counts what would be submitted at each depth, if the model has drafted `depth` tokens, in rows of `spread_FQ`.
+    """Counts in rows of `spread_FQ` what would be submitted at each depth, given that the model has drafted `depth` tokens.
 
-    `worth_D` are the worths of the other drafters, and `most` the most draft tokens. Depths of up to 2 * depth + 1 are
-    foreseen: a token that was not drafted has the rate of the last one that was.
+    `worth_D` are the worths of the other drafters, and `most` is the largest number of draft tokens. Depths of up to
+    2 * depth + 1 are foreseen. A token that was not drafted counts with the rate of the last one that was.
     """
     other, other_count = _best(worth_D, count_D)
     worth, survival = F32(0), F32(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alignment of a draft stream on a CPU (`remote/verifier/draft_stream.py`)."""
+"""CPU body of the alignment of a draft stream (`remote/verifier/draft_stream.py`)."""
 
 from numba import njit
 

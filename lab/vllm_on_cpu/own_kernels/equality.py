@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance by equality on a CPU (`sampling/equality.py`)."""
+"""CPU body of acceptance by equality (`sampling/equality.py`)."""
 
 from numba import njit
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of the context index on a CPU. `drafters/device_index.py` explains the tables.
 
-Their cost is waiting for memory: each context lies in a cache line of its own, and the line is cold after a model's step. So
-a kernel first requests all lines that it needs, then reads them. The loads are independent, so a core has many in flight.
+They mostly wait for memory, because each context has its own cache line, and the line is cold after a model's step. So a
+kernel first requests all lines that it needs, then reads them. The loads are independent, so a core has many in flight.
 The returned `touched` values keep the compiler from removing those loads.
 
-The tables are flat here, and indexed with unsigned numbers: numba would check whether a signed index is negative.
+The tables are flat here, and indexed with unsigned numbers, because numba checks whether a signed index is negative.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions, M context lengths, N text positions.
 """
@@ -21,7 +21,7 @@ from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
 
 CHUNK = 1024
-"""Text positions learned at a time: their keys stay in the L1 and L2 caches."""
+"""Number of text positions learned at a time, so few that their keys stay in the L1 and L2 caches."""
 
 _BUCKET_SLOTS, _NUM_CANDIDATES = layout.BUCKET_SLOTS, layout.NUM_CANDIDATES
 _RANK_BITS, _RANK_MASK, _COUNT_MASK = layout.RANK_BITS, layout.RANK_MASK, layout.COUNT_MASK
@@ -75,10 +75,10 @@ def _find(words, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
-    """Returns the slot of `key`, which gains ranks: its own slot, else a free one, else the one of the lowest rank.
+    """Returns the slot of `key`, which gains ranks. It is the key's own slot, or a free one, or the one of the lowest rank.
 
-    `best` is the smallest cost * 8 + i of the slots i: one minimum finds both the cost and the slot. The cost is `OWN`, `FREE`
-    or the slot's rank, in this order of size.
+    `best` is the smallest cost * 8 + i of the slots i, so one minimum finds both the cost and the slot. The cost is `OWN`,
+    `FREE` or the slot's rank, in this order of size.
     """
     line = _line_of(words, key)
     reference = words[line]
@@ -128,7 +128,7 @@ def _count(candidates, slot, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the candidate of the highest count, the first of equals, and its evidence level; -1 without a candidate.
+    """Returns the candidate of the highest count, the first of equals, and its evidence level. Returns -1 without a candidate.
 
     A level is 4 * (grade of the context's length) + (grade of the candidate's share). One is added to the total count, so that
     a share of few counts is graded lower.
@@ -152,7 +152,7 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
 def _keys(words, orders_M, salt, token_ids_SL, s, length, drafts_BK, b, num_drafts, keys_NM, n):  # type: ignore[no-untyped-def]
     """Writes to row n the keys of the contexts that end `length` tokens of text s and `num_drafts` tokens of drafts b.
 
-    The key of a context that is longer than the text is 0. Requests the lines of the keys' buckets.
+    The key of a context that is longer than the text is 0. Also requests the cache lines of the keys' buckets.
     """
     state = np.uint64(salt)
     factor = _GAMMA
@@ -228,7 +228,7 @@ def _learn(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _find_longest(words, candidates, orders_M, keys_BM, b):  # type: ignore[no-untyped-def]
-    """Returns the slot of row b's longest known context, or -1, and its length. Requests the line of its candidates."""
+    """Returns the slot of row b's longest known context, or -1, and its length. Requests the cache line of its candidates."""
     for m in range(len(orders_M) - 1, -1, -1):
         if keys_BM[b, m] != 0:
             slot = _find(words, keys_BM[b, m])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of a step's rows on a CPU, by vLLM's functions (`generation/step/row_sampling.py`)."""
+"""CPU body of the sampling of a step's rows, by vLLM's functions (`generation/step/row_sampling.py`)."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's kernels on a CPU: the kernels of the draft board, and the kernels of each context index after each other.
+"""CPU bodies of a step's kernels. They call the kernels of the draft board and then those of each context index.
 
-`DraftBoard` and `ContextIndex` say what they compute.
+`DraftBoard` and `ContextIndex` say what the kernels compute.
 """
 
 import mmap
@@ -25,13 +25,13 @@ learn, walk = index_kernels.learn, index_kernels.walk
 
 
 def memory_of(tables: "Tables") -> Any:
-    """Returns a board's tensors as arrays, which numba takes. Making them in every step would take as long as the kernels."""
+    """Returns a board's tensors as arrays for numba. Making them anew in every step would take as long as the kernels."""
     arrays: Any = (table.numpy() for table in tables)
     return type(tables)(*arrays)
 
 
 def empty_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """Returns int64 zeros that start at a huge page if there are any: with small pages, half of the time is page walks."""
+    """Returns int64 zeros that start at a huge page if possible. With small pages, page walks take half of the time."""
     size = num_rows * num_columns * 8
     memory = mmap.mmap(-1, size + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -42,7 +42,7 @@ def empty_table(num_rows: int, num_columns: int, device: torch.device) -> torch.
 
 
 def listing_buffers(num_orders: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Returns nothing: contexts are learned as they are found."""
+    """Returns no buffers, because a CPU learns contexts as it finds them."""
     return ()
 
 
