@@ -83,7 +83,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Says which modules the product's own tests leave to other targets."""
     if config.getoption("--tier") != [PRODUCT.name]:
         return
-    terminalreporter.write_line("These belong to other targets, and `make test-all` runs all of them but `make test-pins`:")
+    terminalreporter.write_line(
+        "These belong to other targets, and `make test-all` runs all of them but `make test-pins`:"
+    )
     for tier in OTHER_TIERS:
         number = f"{len(modules_of(tier))} modules"
         terminalreporter.write_line(f"  make {tier.target:<15} {number:>10}  {tier.about}")
