@@ -3,12 +3,16 @@
 
     python -m lab.bench.ahead_speed CONFIG --out DIR [--rounds 4] [--ways plain run_ahead] [--updated] [key=value ...]
 
-CONFIG is one of the local runner. Engines take turns with the same requests: without drafters, with text drafters, with
-`run_ahead` but without texts, with `run_ahead` and requests of the next step beside these, and with texts made ahead. These
-are the responses of the first engine, all of them right. With `--updated` the policy takes a step of GRPO first, and older
-weights make the texts and their branches. A batch drains, or it is constant, and then all responses have the same length. What
-is possible follows from the step times that the last engine has measured, if each step verifies as many right drafts of each
-request as make the most tokens per second.
+CONFIG is one of the local runner. The engines of all ways take turns with the same requests:
+  plain      has no drafters.
+  text       has text drafters.
+  no_texts   also has `run_ahead`, but its requests come without texts.
+  beside     also has `run_ahead`, and decodes requests of the next step in free slots.
+  run_ahead  also has `run_ahead`, and its requests come with texts made ahead.
+The texts of the last way are the responses of `plain`, so all of their tokens are right. With `--updated` the policy takes a
+step of GRPO first, and the older weights make the texts and their branches. A batch drains, or it is constant, and then all
+responses have the same length. What is possible is computed from the step times that the engine of `run_ahead` has measured.
+It assumes that all drafts are right, and that each step verifies the number of them that makes the most tokens per second.
 """
 
 import statistics
@@ -72,7 +76,10 @@ class AheadSpeed:
     """Owns the engines."""
 
     def __init__(self, config: RunConfig, ways: Sequence[str], weights: Sequence[Weights] = ()) -> None:
-        """Starts the engines. `weights` make the texts, then the responses. Without them, the texts are the responses."""
+        """Starts the engines. The first of `weights` makes the texts, and the second makes the responses.
+
+        Without weights, the texts are the responses of plain decoding.
+        """
         model = Path(config.policy.model_name)
         generation = config.policy.generation
         self._config = config
@@ -155,7 +162,10 @@ class AheadSpeed:
 
 
 def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
-    """Returns the predicted seconds of responses whose steps verify up to `most` drafts of each request, all right."""
+    """Returns the predicted seconds in which responses of these lengths are decoded, if all drafts are right.
+
+    A step verifies up to k drafts of every request, with the k from 0 to `most` that gives the most tokens per second.
+    """
     left = np.array(lengths)
     seconds = 0.0
     while len(left):

@@ -95,7 +95,10 @@ def check_model(drafter: DrafterConfig) -> None:
 
 
 def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, list[float]]:
-    """Returns the seconds of each of `MEASUREMENTS`, in the order of the batches. Calls `on_done` after each batch."""
+    """Returns for each of `MEASUREMENTS` a list with the seconds for each of the spec's batches, in their order.
+
+    Calls `on_done` after each batch of each measurement, with words that say what was measured.
+    """
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
     drafter = draft_model_of(spec.generation.specrollout)

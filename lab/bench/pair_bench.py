@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a real pair of policy and draft model in every layout of two cores, and compares it with the planner's predictions.
 
-`python -m lab.bench.placement_bench --policy ... --draft ...` calls it. Each round goes through all numbers of requests, and
-through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a stopped bench
-loses nothing. Decoding is timed, not the reading of prompts. A figure is the median over rounds of the time of the policy
-alone divided by the layout's time in the same round.
+`python -m lab.bench.placement_bench --policy ... --draft ...` runs this bench. Each round goes through all numbers of requests,
+and through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a stopped bench
+loses nothing. Decoding is timed, not the reading of prompts. In each round, the time of the policy alone is divided by the
+layout's time. The figures are the medians of these ratios over the rounds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BATCH_TOKENS: Mapping[int, int] = {1: 96, 4: 64, 8: 48, 16: 32, 32: 24}
 """Length of each response by the number of requests, in tokens."""
 DRAINING, DRAINED, SHORTEST, LONGEST = "draining", 16, 16, 256
-"""Name, number of requests, and shortest and longest length (tokens) of a rollout whose lengths grow by an equal factor."""
+"""Name, number of requests, and shortest and longest length (tokens) of a rollout whose lengths are a geometric sequence."""
 PROMPT_SEED = 74
 """Seed of the problems. The draft model was trained on other problems."""
 TWO, ONE = 2, 1

@@ -102,7 +102,10 @@ def roll_out(way: Way, requests: "Sequence[RolloutRequest]") -> Timed:
 
 
 def engine_for(way: Way) -> "RolloutEngine":
-    """Returns the engine of a layout with this way's speculation policy, which is the engine's own if the way's k is 0."""
+    """Returns the engine of the way's layout, after giving it the way's speculation policy.
+
+    With a `k` above 0, this policy drafts k tokens of each request. With 0, it is the engine's own.
+    """
     engine = _engines[way.mode]
     policy = FixedPolicy(way.k, POSITIONS) if way.k else _policies[way.mode]
     engine.run_in_worker(_Given(policy))
@@ -127,7 +130,7 @@ def _policy_of(worker: Any) -> Any:
 def measure(pair: Pair, batches: tuple[int, ...], with_drafter: bool) -> Mapping[str, list[float]]:
     """Returns seconds of verifying, of drafting in the policy's engine, and of a drafter's engine, by rows or requests.
 
-    Uses the running engines, and for `draft_s`, which is measured if `with_drafter` is true, a new one.
+    Uses the running engines. If `with_drafter` is true, it also measures `draft_s`, for which it starts a new engine.
     """
     generation = generation_of(block_of(COUPLED, str(pair.draft)))
     short = replace(generation, vllm_cfg=replace(generation.vllm_cfg, max_model_len=PROFILED_TEXT))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes figures of the bench of tails: the error of a forecast, and a row for each way to treat a tail.
 
-Shapes: R requests, E engines; see `stragglers/decisions/straggler_policy.py`.
+Shapes: R requests, E engines, as in `stragglers/decisions/straggler_policy.py`.
 """
 
 import statistics
@@ -79,7 +79,10 @@ class Timed:
 
     @property
     def forecast_error(self) -> float | None:
-        """Returns the forecast's error as a share of the remaining seconds. Positive if too long. None without a forecast."""
+        """Returns the forecast's error as a share of the remaining seconds, or None without a forecast.
+
+        It is positive if the forecast was too long.
+        """
         if self.foreseen is None:
             return None
         left_s = self.began_s + self.seconds - self.foreseen.at_s

@@ -5,12 +5,13 @@
         [key=value ...]
 
 CONFIG is one of the local runner with an EAGLE-3 head and text drafters. An earlier engine with all drafters rolls out
-`--before` phases of other requests, keeps what it has learned, and ends. Then engines start: plain decoding, the text
-drafters, the head, all drafters cold, and all drafters warm from the file. They take turns with the first requests of a run,
-of which `--batch` run at once. Speeds are tokens per second while the batch is full, divided by plain's. "Over" is the speed
-of all drafters divided by the best of the text drafters and the head, which begin cold. Each round has new engines and other
-requests. `--head-only` skips the row of the text drafters alone, for a machine with little memory where the head is the best
-part anyway.
+`--before` phases of other requests, keeps what it has learned, and ends. Then these engines start: one for
+plain decoding, one with the text drafters alone, one with the head alone, and two with all drafters, of which one begins cold
+and the other warm, with the file of the earlier engine. They take turns with the first requests of a run, of which `--batch`
+run at once. A speed is the tokens per second while the batch is full. "Over plain" is a speed divided by that of plain
+decoding. "Over the best part" is a speed divided by that of the text drafters alone or of the head alone, whichever is faster.
+Both of these parts begin cold. Each round has new engines and other requests. `--head-only` skips the row of the text drafters
+alone, for a machine with little memory where the head is the best part anyway.
 """
 
 import itertools

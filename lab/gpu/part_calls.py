@@ -96,7 +96,7 @@ def _grouped(tree: int, pieces: Sequence[Part]) -> list[list[Part]]:
 
 
 def described(tree: int, parts: Sequence[Part]) -> str:
-    """Returns the parts, the calls with their sizes, and what does not fit."""
+    """Returns lines for the terminal, which list the parts, and each call with its size and whether it fits."""
     lines = [f"{tree / MIB:6.1f} MiB  the working tree, with every call"]
     lines += [f"{part.num_bytes / MIB:6.1f} MiB  {part.path}" for part in parts]
     if not any(part.is_model for part in parts):

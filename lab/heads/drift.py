@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares ways to refresh a head on a drifting policy: replays a recorded run once for each of them.
+"""Compares ways to refresh a head on a drifting policy, by replaying a recorded run once for each of them.
 
 Tokens do not depend on the head, so the policy does not either. One run with `logger.record_for_replay: true` records
 everything that a head could have learned from. Then each way to refresh can be replayed on exactly the same policies.
@@ -75,7 +75,7 @@ class Recording:
         return [features for features in found if features.policy_version == version]
 
     def newest(self, version: int, held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
-        """Returns the `first_tokens` of the policies up to a version, the newest first."""
+        """Returns features of the policies up to a version, the newest first, until they have `max_tokens` tokens."""
         found = FeatureReader(self.folder / "features").sequences(held_out)
         return first_tokens((features for features in found if features.policy_version <= version), max_tokens)
 

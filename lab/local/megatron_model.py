@@ -179,7 +179,7 @@ def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) 
     """Copies the Hugging Face tensors of a checked folder into the model.
 
     Raises:
-        ValueError: The embedding is also the LM head, but the checkpoint has another LM head.
+        ValueError: The config ties the LM head to the embedding, but the checkpoint has an LM head that differs from it.
     """
     if shape.is_tied and LM_HEAD in tensors and not torch.equal(tensors[LM_HEAD], tensors[EMBEDDING]):
         raise ValueError(f"{LM_HEAD} differs from {EMBEDDING}, but config.json ties the two: set tie_word_embeddings")

@@ -43,7 +43,7 @@ class BenchConfig:
     num_rounds: int = bounded(5, low=1)
     """Number of rounds, in which the rows take turns. Figures are medians over rounds."""
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
-    """Draft tokens per step of the rows whose method and number of drafts are fixed."""
+    """Numbers of draft tokens per step. Each method with a fixed number of drafts gets a row for each of these numbers."""
     rows: tuple[str, ...] = ()
     """Beginnings of the names of the rows to measure, e.g. [stock, ours]; empty: all rows. `plain` is always measured."""
     deepen: int = bounded(1, low=1, high=64)

@@ -145,7 +145,8 @@ class VllmConfig:
     precision: str = choice("float32", "bfloat16", default="float32")
     """The engine's dtype. Tokens are equal with and without speculation in float32."""
     enforce_eager: bool = True
-    """No graph capture; on a CPU it only saves start-up time. False on a GPU: CUDA graphs, which steps there need."""
+    """Whether the engine captures no graphs. On a CPU this only saves start-up time. On a GPU use false, because steps there
+    need CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,8 @@ class PolicyConfig:
     train_micro_batch_size: int = bounded(16, low=1)
     """Size of one forward and backward pass of the trainer, in the same unit."""
     precision: str = choice("float32", "bfloat16", default="float32")
-    """The trainer's dtype. bfloat16: weights and matrix products in bfloat16, optimizer and gradients in float32."""
+    """The trainer's dtype. With bfloat16, weights and matrix products are in bfloat16, but the optimizer and the gradients are
+    in float32."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distils a small draft model from a policy: a few of its own layers, trained until they sample what the policy samples.
+"""Distils a small draft model, which is a few layers of a policy, trained until they sample what the policy samples.
 
     python -m lab.policies.distilled_draft --base models/smollm2_start --layers 4 --out models/smollm2_draft
 
 The draft model begins as some layers of the policy, with its embedding and head, which stay as they are. It learns on texts
-that the policy sampled at temperature 1, from what the policy's last layer holds at each position: half of the loss is the
-distance to that state, and the other half is the divergence between the two distributions over the vocabulary. The second is
-computed at a share of the positions only, because a small draft model spends most of its time on the head.
+that the policy sampled at temperature 1. The loss has two halves. One is the distance of the draft model's last state from the
+policy's at each position, and the other is the divergence between the two models' distributions over the vocabulary. The
+divergence is computed at a share of the positions only, because a small draft model spends most of its time on the head.
 
-Everything is in bfloat16 except the trained weights, which is 2.5 times as fast as float32 on a CPU with AVX512-BF16. The
+Everything is in bfloat16 except the trained weights. This is 2.5 times as fast as float32 on a CPU with AVX512-BF16. The
 folder is written after every few hundred steps, so a training that is stopped leaves a usable draft model.
 
 Shapes: B texts of a batch, T positions, N response positions, V vocabulary, H hidden size, K draft positions.

@@ -5,7 +5,8 @@
 
 The engine's own policy and step model decide. Seconds of steps within vLLM's graphs, and of steps without a graph, are those
 that `lab.gpu` measured with Qwen3-8B's shape, from the JSON files in docs/benchmarks. No GPU has run larger graphs yet, so
-their seconds are the same line continued. Drafts are right with probability p each, and tokens are expected ones.
+their seconds are extrapolated from those within vLLM's graphs. Each draft is right with probability p, and the numbers of
+tokens are expected values.
 
 Shapes: K draft positions, Q bins of survival, N numbers of drafts.
 """
@@ -54,12 +55,12 @@ class StepTimes:
     knee_row_s: float
     request_s: float
     launched_s: float
-    """Seconds of a step without a graph, as long as the GPU needs less."""
+    """Seconds that the host needs to launch a step without a graph. The step takes longer only if the GPU does."""
     graph_sizes: tuple[int, ...] = tuple(vllms_graphs(VLLMS_LARGEST))
 
     @classmethod
     def of(cls, gpu: str) -> "StepTimes":
-        """Returns the least squares through a GPU's steps within graphs, and the median of its steps without."""
+        """Returns a least-squares fit to a GPU's steps within graphs, with the median of its steps without a graph."""
         steps = measured_steps(gpu)
         requests, rows, ms = steps[steps[:, 1] <= VLLMS_LARGEST].T
         terms = np.stack([np.ones(len(rows)), rows, np.maximum(rows - KNEE, 0.0), requests], axis=1)
@@ -110,7 +111,7 @@ class Drafts:
 
     @property
     def most(self) -> int:
-        """All drafts."""
+        """Number of all drafts of the batch."""
         return self.num_requests * POSITIONS
 
     def tokens(self, num_drafts: int) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a record of proposals under the production policy: what each set of drafters is worth in each phase of a run.
+"""Replays a record of proposals under the production policy, to find what sets of drafters are worth in each phase of a run.
 
     python -m lab.simulation.replay [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
 
@@ -50,9 +50,9 @@ class Machine:
     text_s: float
     """Seconds that drafters without weights take to propose."""
     pass_s: float
-    """Seconds of a pass of the model."""
+    """Seconds of a forward pass of the drafter with weights (the model)."""
     pass_row_s: float
-    """Seconds of each row of a pass."""
+    """Seconds of each row of such a pass."""
     sample_s: float
     """Seconds to sample one draft token of one request."""
     graph_sizes: tuple[int, ...] = ()
@@ -142,9 +142,10 @@ class Choice(Enum):
     NOW = "now"
     """Drafts are chosen from what the drafters have just proposed, as in an engine on a CPU."""
     DEVICE = "device"
-    """The host chooses the number from proposals that are one step old, and the device the drafts from current ones."""
+    """The host chooses the number of drafts from proposals that are one step old. Then the device chooses the drafts from
+    current proposals."""
     HOST = "host"
-    """The host chooses both from proposals that are one step old (`HostBudget`)."""
+    """The host chooses both the number and the drafts, from proposals that are one step old (`HostBudget`)."""
     UNFORESEEN = "host without foresight"
     """As `HOST`, but the rates of the step before are used as if they were current."""
 
@@ -164,7 +165,7 @@ class Replay:
         max_requests: int = 64,
         seed: int = 0,
     ) -> None:
-        """`drafters` are those that take part. None of them means plain decoding."""
+        """`drafters` are those that take part. An empty sequence means plain decoding."""
         self._record = record
         self._machine = machine
         self._drafters = list(drafters)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's platform plugin of this package: a CPU on which the V2 model runner works. Its imports are light."""
+"""Plugin that gives vLLM another platform, which is a CPU on which the V2 model runner works.
+
+vLLM imports this module in each of its processes, so the module itself imports little.
+"""
 
 import os
 

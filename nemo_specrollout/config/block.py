@@ -156,7 +156,7 @@ SHARED_ROWS = 1024
 
 @dataclass(frozen=True)
 class RunAheadConfig:
-    """`run_ahead`: engines decode requests of coming steps with their present weights. These texts serve as drafts later.
+    """`run_ahead`: engines decode requests of coming steps with the weights that they have. The texts serve as drafts later.
 
     A config with this block turns it on, and `{}` stands for all defaults.
     """

@@ -26,7 +26,7 @@ from nemo_specrollout.drafters.unread import UnreadTokens
 
 
 class LookupDrafter(Drafter):
-    """Proposes the tokens that earlier followed the same tokens as a request's last ones, in texts with the same salt.
+    """Finds a request's last tokens in earlier texts with the same salt, and proposes the tokens that followed them there.
 
     Owns the context index, and `unread`, which bounds how many tokens the index has yet to read.
     """

@@ -37,7 +37,7 @@ class Kept:
         return [sentence for sentence in found if sentence is not None]
 
     def take_began(self) -> list[str]:
-        """Returns the phrases of `began` at the first call, and an empty list at later calls."""
+        """Returns the same as `began` at the first call, and an empty list at later calls, so that the user is told once."""
         was_told = self._was_told
         self._was_told = True
         return [] if was_told else self.began()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines patch points of NeMo-RL, and compares a NeMo-RL with them. The points themselves are in `patch_point_table.py`.
+"""Defines patch points of NeMo-RL, and compares a version of NeMo-RL with them.
 
-`install` checks that the names exist before anything starts.
+The points themselves are in `patch_point_table.py`. `install` checks that the names exist before anything starts.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class PatchPoint:
 
 @dataclass(frozen=True)
 class Change:
-    """A difference between a patch point and a NeMo-RL."""
+    """A way in which a version of NeMo-RL differs from what a patch point expects."""
 
     text: str
     is_harmless: bool = False

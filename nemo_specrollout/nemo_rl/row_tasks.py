@@ -8,7 +8,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 current_tasks: ContextVar[Sequence[str]] = ContextVar("specrollout_current_tasks", default=())
-"""Task of each row that the rollout of this context requests. Empty if not known, as in a call from outside a rollout."""
+"""Task of each row that the current rollout requests. Empty if not known, as in a call from outside a rollout."""
 
 
 def with_tasks(generate: Callable[..., Any], policy: Any, data: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +36,10 @@ class TaskOptOut:
         self._seen = set[str | None]()
 
     def of_rows(self, number: int) -> list[bool]:
-        """Returns whether each of the `number` rows of this context's rollout may have drafts."""
+        """Returns for each of the `number` rows that the current rollout requests whether it may have drafts.
+
+        If the rollout's tasks are not known, all of its rows may.
+        """
         tasks = current_tasks.get()
         return self.of_tasks(tasks) if len(tasks) == number else [True] * number
 

@@ -174,7 +174,7 @@ def start_exchange(
 
 
 def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: int) -> KeptSpeeds:
-    """Returns the object that reads and keeps decode speeds of engines like those of this run.
+    """Returns the object that reads the decode speeds which an earlier start with such engines kept, and keeps this run's.
 
     `generation_config` is NeMo-RL's.
     """

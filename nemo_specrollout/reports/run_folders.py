@@ -30,7 +30,7 @@ LOGS = "logs"
 
 @dataclass(frozen=True)
 class RunFolders:
-    """The folders of a run."""
+    """The folders in which a run has its records, and the one in which its report belongs."""
 
     pages: Path
     """Folder for the report, which is that of one start's records, the run directory of `launch`, or NeMo-RL's log folder."""

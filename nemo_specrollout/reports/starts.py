@@ -17,7 +17,7 @@ from nemo_specrollout.reports.records import Record, Run, number, reduced, serie
 from nemo_specrollout.storage.text_files import whole_number
 
 START = "start"
-"""Key of `run.json` with the facts of a start, and key of a step of such a run with the name of its start."""
+"""In `run.json`, this is the key of the facts of a start. In a step of a run of starts, it is the key of the start's name."""
 ENDED = "ended_s"
 """Key of a step with the time at which it ended, in seconds since 1970."""
 
@@ -110,7 +110,7 @@ class RunOfStarts(Run):
 
     @property
     def lost(self) -> Mapping[str, Sequence[Record]]:
-        """By the name of each start, those of its steps that a later start makes again."""
+        """The lost steps of each start by its name, which are those of its steps that a later start makes again."""
         bounds = zip(self.starts, self.bounds, strict=True)
         return {start.name: [step for step in start.steps if step["step"] >= bound] for start, bound in bounds}
 
@@ -156,7 +156,7 @@ def separate_runs(starts: Sequence[Start]) -> int:
 
 
 def without_failed(starts: Sequence[Start]) -> Sequence[Start]:
-    """Returns the starts of a log folder without failed ones, which began at the first step and made none.
+    """Returns the starts of a log folder without failed ones, which are those that began at the first step and made no step.
 
     If all have failed, the newest is returned.
     """

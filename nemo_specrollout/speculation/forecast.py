@@ -57,9 +57,10 @@ class BatchSizes:
 class Forecast:
     """Forecasts for each depth the yield of a request, which is how many draft tokens it has in each bin of survival.
 
-    Owns means over the latest requests. The yield of a depth is known only from steps in which the model drafted that deep,
-    and these are different steps for each depth. So a mean is kept for the yield of depth 0, and for the change from each
-    depth to the next. A yield that the board only foresees counts less than one that was seen.
+    Owns means over the latest requests. A step shows the yield only of the depths up to its own, so the yields of two depths
+    come from different steps, and the means of these yields could not be compared. Therefore the means that are kept are those
+    of the yield of depth 0, and of the change of the yield from each depth to the next within a step. For depths that a step
+    did not reach, the board foresees a yield, which counts less than one that was seen (`FORESEEN`).
     """
 
     LEARNED: ClassVar = ("_change_FQ", "_weight_F")
@@ -75,7 +76,7 @@ class Forecast:
     def fade(self) -> None:
         """Reduces the weight of what an earlier start has seen to that of a few requests.
 
-        So few do not suffice to make the model dormant.
+        Their number is too small to make the model dormant before this start has seen requests of its own.
         """
         self._weight_F = np.minimum(self._weight_F, 0.25 * WINDOW)
 

@@ -124,9 +124,9 @@ class Response:
 
 
 def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
-    """Returns the metrics `tail.moves`, `races`, `won_by_racer` and `diverged` of docs/reference/metrics.md.
+    """Returns `moves`, `races`, `won_by_racer` and `diverged`, the metrics `tail.*` of docs/reference/metrics.md.
 
-    For each request that has ended, `ended` has its attempts, each as its outcome and its start in seconds.
+    `ended` has the attempts of each request that has ended. An attempt is a pair of its outcome and its start in seconds.
     """
     outcomes = Counter[str]()
     num_races = 0

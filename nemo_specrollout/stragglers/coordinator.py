@@ -52,8 +52,8 @@ class Coordinator:
     while several have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or
     `abandon` drops it.
 
-    Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests
-    that have not ended have any. Closing an attempt removes it from both at once, so later tokens of its engine are ignored.
+    Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and a request that has
+    ended has no open attempt. Closing an attempt removes it from both at once, so what its engine still reports is ignored.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ from nemo_specrollout.stragglers.turns import (
 )
 
 FEW_ATTEMPTS = 4
-"""With at most this many attempts, a turn ends as soon as one of them ends. Other engines may be racing for the same request,
-and should soon know that they have lost."""
+"""If an engine has at most this many attempts, its turn ends as soon as one of them ends, because other engines may be racing
+for the same request and should soon know that they have lost."""
 FIRST_STEPS = 2
 """Most engine steps that count as prefill. It takes two with asynchronous scheduling, where an engine reports the tokens of a
 step only when it ends the next one."""
@@ -33,7 +33,7 @@ SLICE_S = 0.05
 """Seconds for which an engine without requests works for coming steps before it looks for the exchange's answer again."""
 
 LEAST_S = 1e-3
-"""A slice of fewer seconds had no engine step in it, which means that the work that is left cannot start now."""
+"""If a slice of work for coming steps took fewer seconds, it had no engine step, so the work that is left cannot start now."""
 
 
 class Answer(Protocol):

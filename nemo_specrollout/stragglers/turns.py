@@ -40,7 +40,8 @@ class TurnWork:
     num_tokens: int = 0
     """Number of tokens that the decode steps made."""
     prefill_s: float = 0.0
-    """Seconds of the turn's prefills. A synchronous engine leaves out what the same engine steps take for decoding alone."""
+    """Seconds of the turn's prefills. A synchronous engine subtracts what their engine steps would take for decoding alone,
+    because these steps also decode."""
     num_prefilled: int = 0
     """Number of tokens of the prefilled texts."""
 

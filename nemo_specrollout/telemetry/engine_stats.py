@@ -49,7 +49,7 @@ class EngineTotals:
     num_rows: int = 0
     """Number of rows that were sampled, which are one for each request and one for each draft token."""
     host_s: float = 0.0
-    """Seconds of this package's own work on the host within steps, without drafters with weights."""
+    """Seconds of this package's own work on the host within steps, not counting that of drafters with weights."""
     draft_s: float = 0.0
     """Seconds that a drafter with weights took."""
     other_s: float = 0.0
@@ -57,9 +57,9 @@ class EngineTotals:
     decode_s: float = 0.0
     """Seconds of pure decode steps."""
     estimated_s: float = 0.0
-    """Seconds of those pure decode steps whose time without drafts is known."""
+    """Seconds that pure decode steps took, as far as it can be estimated how long their tokens would take without drafts."""
     plain_s: float = 0.0
-    """Seconds that the tokens of the steps in `estimated_s` would have taken without drafts."""
+    """Estimated seconds that the tokens of the steps in `estimated_s` would have taken without drafts."""
     num_weight_updates: int = 0
     num_derived_seeds: int = 0
     """Number of requests that came without a seed and got one (`nemo_rl/engine_inputs.py`)."""

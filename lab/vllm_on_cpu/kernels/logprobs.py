@@ -160,7 +160,7 @@ def compact_sampling_mask(  # type: ignore[no-untyped-def]
     token_ids_row_stride, packed_mask_ptr, packed_mask_row_stride, counts_ptr, vocab_size, max_num_kept,
     ROWS_PER_REQUEST, BLOCK_SIZE,
 ):  # fmt: skip
-    """Writes the tokens that could have been sampled instead of each sampled token."""
+    """Writes which tokens could have been sampled at the position of each sampled token, as ids and as bits."""
     for row in range(len(counts_ptr)):
         b, place = row // ROWS_PER_REQUEST, row % ROWS_PER_REQUEST
         counts_ptr[row] = 0

@@ -21,7 +21,7 @@ from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 AGREED_STEPS = 16
 """Number of steps after which all tensor-parallel ranks adopt the costs of the first one again."""
 RESTED_STEPS = 4
-"""While the drafters rest, the step model learns only from every step whose number is a multiple of this, to save time."""
+"""While the drafters rest, the step model learns from only one in this many steps, to save time."""
 
 
 class StepAccounts:

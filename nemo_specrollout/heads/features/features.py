@@ -42,7 +42,7 @@ class SequenceFeatures:
     policy_version: int
     """Version of the weights that computed the features."""
     first_position: int = 0
-    """Position of the first token in the sequence."""
+    """Position in the sequence of the first of these tokens. It is 0 if the features begin where the sequence does."""
     prompt_ids_P: torch.Tensor | None = None
     """The whole prompt, int32 [P], if the features begin later because its first tokens were in the KV cache. Else None."""
 
@@ -79,7 +79,7 @@ class SequenceFeatures:
 
 
 def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
-    """Returns whether a prompt's sequences are held out from training. Its hash decides, so that a `share` of prompts are."""
+    """Returns whether a prompt's sequences are held out from training. Its hash decides, for about a `share` of prompts."""
     data = np.ascontiguousarray(np.asarray(prompt_ids), dtype="<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 

@@ -5,9 +5,9 @@ A line of a JSONL file of rollouts has one of three forms, and may have further 
   {"prompt_token_ids": [...], "response_token_ids": [...]}
   {"prompt": "...", "response": "..."}, which the policy's tokenizer encodes unchanged
   token_ids, token_loss_mask and input_lengths, as NeMo-RL's GRPO logs them in train_data_step{N}.jsonl.
-A key whose value is null or NaN counts as absent, because a table that mixes these forms has the columns of all of them in
-every row. A line with a prompt, but with a response that is null or empty, is left out. It is a turn without text, such as one
-that only calls tools.
+A key whose value is null or NaN counts as absent. Such values appear when lines of different forms come from one table, which
+has the columns of all forms in every row. A line with a prompt, but with a response that is null or empty, is left out. It is
+a turn without text, such as one that only calls tools.
 Every error is a ValueError that names file, line, field and fix.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's vLLM worker, which corrects texts in place and adds evidence levels to sampled tokens.
+"""A drafter's vLLM worker. It corrects texts of shadow sequences in place, and grades each sampled token by its evidence.
 
 Shapes: R rows of logits, one for each request of the batch.
 """

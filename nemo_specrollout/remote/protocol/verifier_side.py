@@ -32,7 +32,8 @@ from nemo_specrollout.remote.protocol.messages import (
 from nemo_specrollout.remote.protocol.peer import FIRST_PAUSE_S, Peer, PeerState
 
 HEARTBEAT_S = 0.2
-"""Seconds between messages to a drafter without requests of ours. Its answers show that it lives, and how full it is."""
+"""Seconds after which even a drafter that has none of this verifier's requests gets a message, because its answer shows that
+it lives, and how full it is."""
 NO_DRAFTER = -1
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
@@ -138,7 +139,7 @@ class VerifierSide:
         return messages
 
     def receive(self, drafter: int, message: Message, now_s: float) -> None:
-        """Handles a message of a drafter. Messages that a drafter would not send, or not now, are ignored."""
+        """Handles a message of a drafter. Messages that a drafter should not send, or not in its state, are ignored."""
         peer = self.peers[drafter]
         if isinstance(message, Welcome | Drafts) and message.session != self.session:
             return
