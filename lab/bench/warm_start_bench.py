@@ -5,13 +5,13 @@
         [key=value ...]
 
 CONFIG is one of the local runner with an EAGLE-3 head and text drafters. An earlier engine with all drafters rolls out
-`--before` phases of other requests, keeps what it has learned, and ends. Then these engines start: one for
-plain decoding, one with the text drafters alone, one with the head alone, and two with all drafters, of which one begins cold
-and the other warm, with the file of the earlier engine. They take turns with the first requests of a run, of which `--batch`
-run at once. A speed is the tokens per second while the batch is full. "Over plain" is a speed divided by that of plain
-decoding. "Over the best part" is a speed divided by that of the text drafters alone or of the head alone, whichever is faster.
-Both of these parts begin cold. Each round has new engines and other requests. `--head-only` skips the row of the text drafters
-alone, for a machine with little memory where the head is the best part anyway.
+`--before` phases of other requests, keeps what it has learned, and ends. Then these engines start: one for plain decoding, one
+with the text drafters alone, one with the head alone, and two with all drafters, of which one begins cold and the other warm,
+with the file of the earlier engine. They take turns with the first requests of a run, of which `--batch` run at once. A speed
+is the tokens per second while the batch is full. "Over plain" is a speed divided by that of plain decoding. "Over the best
+part" is a speed divided by that of the text drafters alone or of the head alone, whichever is faster. Both parts begin cold.
+Each round has new engines and other requests. `--head-only` skips the row of the text drafters alone, for a machine with
+little memory where the head is the best part anyway.
 """
 
 import itertools
@@ -58,7 +58,10 @@ Phases = dict[str, Phase]
 
 
 def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
-    """Returns by name the rows of plain, of these parts of the drafters, and of all drafters. None keeps what it learns."""
+    """Returns by name the rows of plain decoding, of these parts of the drafters, and of all drafters.
+
+    Their engines keep nothing of what they learn.
+    """
     rows = bench_rows(replace(config, bench=replace(config.bench, rows=())))
     return {row.name: row for row in rows if row.name in (PLAIN, *parts, OURS)}
 

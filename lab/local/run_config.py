@@ -45,10 +45,10 @@ class BenchConfig:
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
     """Numbers of draft tokens per step. Each method with a fixed number of drafts gets a row for each of these numbers."""
     rows: tuple[str, ...] = ()
-    """Beginnings of the names of the rows to measure, e.g. [stock, ours]; empty: all rows. `plain` is always measured."""
+    """Beginnings of the names of the rows to measure, e.g. [stock, ours]. Empty means all rows. `plain` is always among them."""
     deepen: int = bounded(1, low=1, high=64)
     """Factor by which the policy gets more layers, which have no effect (`lab/policies/deep_policy.py`). A head then costs
-    as little, relative to the policy, as beside a deep policy. 1: the policy as it is."""
+    as little, relative to the policy, as beside a deep policy. 1 leaves the policy as it is."""
     useless_batches: tuple[int, ...] = bounded((), low=1)
     """Batch sizes at which to measure drafters that are always wrong. Empty skips this measurement."""
     workloads: tuple[WorkloadConfig, ...] = ()
@@ -56,8 +56,8 @@ class BenchConfig:
     constant_batches: tuple[int, ...] = bounded((), low=1)
     """Batch sizes at which to measure the rows while finished requests are replaced. Empty skips this measurement."""
     rows_at_a_time: int = bounded(0, low=0)
-    """Number of rows whose engines are in memory at the same time, including `plain`; 0: all rows. Fewer rows need less
-    memory. Each row is compared with the measurement of `plain` from the same time."""
+    """Number of rows whose engines are in memory at the same time, including `plain`. 0 means all rows. Fewer rows need
+    less memory. Each row is compared with the measurement of `plain` from the same time."""
     acceptance_k: int = bounded(0, low=0, high=64)
     """Draft tokens of the table that compares ways of drafting with weights. 0 skips the table."""
 
@@ -84,7 +84,7 @@ class RunConfig:
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     bench: BenchConfig = BenchConfig()
     runtime: str = choice("local", default="local")
-    """`local`: this machine. A config with `nemo_rl` is never a `RunConfig` (`nemo_rl_config.py`)."""
+    """`local` means this machine. A config with `nemo_rl` is never a `RunConfig` (`nemo_rl_config.py`)."""
 
     @property
     def workloads(self) -> dict[str, DataConfig]:

@@ -22,14 +22,14 @@ class AsyncGrpoConfig:
     """`grpo.async_grpo`: generation continues while the policy is trained."""
 
     enabled: bool = False
-    """False: generate, train, generate, train."""
+    """Whether generation and training overlap. With false they take turns."""
     max_trajectory_age_steps: int = bounded(1, low=1, high=64)
     """Training steps by which the policy that starts a sample may be older than the policy that is trained on it."""
     in_flight_weight_updates: bool = False
-    """True: new weights are loaded at once, while requests run. False: after the running requests have ended."""
+    """Whether new weights are loaded at once, while requests run. With false, they wait until these have ended."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """With `in_flight_weight_updates`: the new policy computes the KV cache of running requests again. False: requests keep
-    the KV cache of the old policy, so that their tokens are exact samples of neither policy."""
+    """Whether, after an update in flight, the new policy computes the KV cache of running requests again. With false, requests
+    keep the KV cache of the old policy, so that their tokens are exact samples of neither policy."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class GrpoConfig:
     num_prompts_per_step: int = bounded(low=1)
     """Prompts of a step."""
     num_generations_per_prompt: int = bounded(low=2)
-    """Samples of each prompt: the group whose rewards are compared."""
+    """Samples of each prompt, which are the group whose rewards are compared."""
     max_num_steps: int = bounded(low=1)
     """Steps of the whole run."""
     normalize_rewards: bool = True
     """Divide advantages by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
-    """Compare a sample with the mean of the other samples, not of all."""
+    """Compare the reward of a sample with the mean of the other samples of its group, not of all of them."""
     seed: int = bounded(42, low=0, high=2**32 - 1)
-    """Seeds the prompts and, with prompt, sample and policy version, every request's noise."""
+    """Seed of the prompts. Together with prompt, sample and policy version, it also seeds the noise of each request."""
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
     """Overlap of generation and training."""
 
@@ -76,9 +76,10 @@ class LossConfig:
     kl_output_clamp_value: float | None = bounded(10.0, low=0.0)
     """The estimate of one token is clamped to +- this. Null switches it off."""
     token_level_loss: bool = True
-    """True: mean over all valid tokens. False: mean over sequences of each sequence's mean."""
+    """Whether the loss is the mean over all valid tokens. With false, it is the mean of the means of the sequences."""
     use_importance_sampling_correction: bool = False
-    """Weight each token by p(trainer) / p(engine) at generation time. Asynchronous GRPO needs it."""
+    """Weight each token by its probability for the trainer divided by the one with which the engine sampled it. Asynchronous
+    GRPO needs this."""
     force_on_policy_ratio: bool = False
     """Takes the probability ratio as 1, which saves the log-probs pass. Needs one optimizer step per rollout."""
 
@@ -167,7 +168,7 @@ class GenerationConfig:
     max_new_tokens: int = bounded(low=1)
     """Longest response, in tokens."""
     temperature: float = bounded(1.0, low=0.0, high=2.0)
-    """Sampling temperature, 0 for greedy. The trainer scores samples at it, as the engine does; greedy samples at 1."""
+    """Sampling temperature, 0 for greedy. The trainer scores samples at it too, and greedy samples at 1."""
     top_p: float = bounded(1.0, above=0.0, high=1.0)
     """Probability mass of nucleus sampling. 1 switches it off."""
     top_k: int | None = bounded(None, low=1)
