@@ -45,7 +45,7 @@ class BenchConfig:
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
     """Numbers of draft tokens per step. Each method with a fixed number of drafts gets a row for each of these numbers."""
     rows: tuple[str, ...] = ()
-    """Beginnings of the names of the rows to measure, e.g. [stock, ours]. Empty means all rows. `plain` is always among them."""
+    """Beginnings of the names of the rows to measure, e.g. [stock, ours]. Empty means all. `plain` is always among them."""
     deepen: int = bounded(1, low=1, high=64)
     """Factor by which the policy gets more layers, which have no effect (`lab/policies/deep_policy.py`). A head then costs
     as little, relative to the policy, as beside a deep policy. 1 leaves the policy as it is."""
