@@ -79,7 +79,7 @@ class LookupDrafterConfig(TextDrafterConfig):
     """The longest context, in tokens, by which a continuation is looked up."""
     num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
     """How many contexts the index remembers, a power of two. Each takes 40 bytes, and the least used make room for new
-    ones. `null` derives it from the number and length of the requests, so that the index takes at most 1 GiB."""
+    ones. `null` derives it from the number and length of the requests, so that the index takes at most 640 MiB."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""

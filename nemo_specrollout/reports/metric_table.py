@@ -249,12 +249,12 @@ _TAIL = (
         "tail.early_worth",
         "ratio",
         "With `run_ahead`, the seconds that an engine without requests spares later for each second, as a mean over engines "
-        "and looks of the tail policy.",
+        "and over the decisions of the tail policy.",
     ),
     Metric(
         "tail.declined",
         "counts",
-        "Moves and races that were left out at such looks, because the texts that they displace are worth more.",
+        "Moves and races that the tail policy left out, because the texts that they would displace are worth more.",
     ),
     Metric("tail.idle_share", "0 to 1", "The share of the engines' time without a request.", LAB),
     Metric("tail.deaths", "engines", "Engines that died with requests.", LAB),
