@@ -46,7 +46,7 @@ def measure(way: str, model: Path, num_slots: int, length: int) -> dict[str, flo
     set_process_environment()
     from lab.gpu.gpu_stage import start_engine
 
-    kwargs = {"max_num_seqs": num_slots, "kv_cache_memory_bytes": 3 << 29, "load_format": "dummy"}
+    kwargs: dict[str, Any] = {"max_num_seqs": num_slots, "kv_cache_memory_bytes": 3 << 29, "load_format": "dummy"}
     with tempfile.TemporaryDirectory() as folder:
         block = replace(WAYS[way], learned=LearnedConfig(folder=folder))
         engine = start_engine(model, block, eager=True, length=length, **kwargs)
