@@ -18,6 +18,10 @@ from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, STYLE, d
 from nemo_specrollout.reports.records import Record, number, series
 
 
+SILVER = "#8c959f"
+"""Colour of plain decoding, and of vLLM's own methods."""
+
+
 def bench_chart(rows: Sequence[Record], path: Path) -> None:
     """Saves the speedup over plain of each row of a `bench.json` as PNG and as SVG, whatever suffix `path` has."""
     _save(path, (8.0, 0.9 + 0.3 * len(rows)), lambda figure: _draw_bench(figure.subplots(), rows))
@@ -87,7 +91,7 @@ def _draw_running(ax: Axes, rows: Sequence[Record]) -> None:
         of_mode = {int(r["batch"]): number(r, "speedup_vs_plain") for r in rows if r["mode"] == mode}
         speedup = [of_mode.get(batch, math.nan) for batch in batches]
         is_all = mode == "ours"
-        colour = BLUE if is_all else drafter_colour(1 + own.index(mode)) if mode in own else "#8c959f"
+        colour = BLUE if is_all else drafter_colour(1 + own.index(mode)) if mode in own else SILVER
         style: dict[str, Any] = {"linewidth": 2.6 if is_all else 1.6, "alpha": 1.0 if mode in own else 0.6}
         ax.plot(batches, speedup, "o-" if mode in own else "o--", color=colour, **style)
         labels.append((speedup[-1], mode, colour))
@@ -107,7 +111,7 @@ def _count_requests(ax: Axes, batches: Sequence[int]) -> None:
 def _draw_throughput(ax: Axes, rows: Sequence[Record]) -> None:
     """Draws three curves, each with its label at the right end, and our speedup over plain at each point of ours."""
     curves = {
-        "plain decoding": ("plain", "#8c959f"),
+        "plain decoding": ("plain", SILVER),
         "vLLM's best method": ("vLLM", INK),
         "this package": ("ours", BLUE),
     }
@@ -141,7 +145,7 @@ def _equality(row: Record) -> tuple[str, str]:
 
 
 def _bench_colour(row: Record) -> str:
-    return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
+    return {"ours": BLUE, "plain": SILVER, "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
 
 
 def ahead_chart(rows: Sequence[Record], path: Path) -> None:

@@ -9,7 +9,6 @@ weights of a draft head or CUDA graphs, is not counted.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import weakref
@@ -22,6 +21,7 @@ import torch
 from rich.console import Console
 
 from lab.bench.bench_tables import new_table
+from lab.bench.own_process import figures_of_process
 from nemo_specrollout.config.block import LearnedConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.generation.engine.arguments import set_process_environment
@@ -96,17 +96,10 @@ def main() -> None:
     console = Console(highlight=False)
     with console.status("starting engines"):
         for way in WAYS:
-            figures = [_measure_apart(way, parsed.model, number, parsed.length) for number in slots]
+            options = (str(parsed.model), "--way", way, "--length", str(parsed.length), "--slots")
+            figures = [figures_of_process(__spec__.name, *options, str(number)) for number in slots]
             table.add_row(way, *(f"{sum(by_package.values()):.1f}" for by_package in figures))
     console.print(table)
-
-
-def _measure_apart(way: str, model: Path, num_slots: int, length: int) -> dict[str, float]:
-    """`measure` in a process of its own; what it says on stderr goes to ours."""
-    options = ["--way", way, "--slots", str(num_slots), "--length", str(length)]
-    command = [sys.executable, "-m", __spec__.name, str(model), *options]
-    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return dict(json.loads(said.splitlines()[-1]))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ includes the look-up and the choice of drafts, which a GPU does on the device. T
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from lab.bench.bench_tables import new_table
+from lab.bench.own_process import figures_of_process
 from lab.vllm_on_cpu.own_kernels import step as own_kernels
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.generation.engine.arguments import set_process_environment
@@ -95,13 +94,6 @@ def _memory_mb() -> float:
     return pages * 4096 / 1e6
 
 
-def _measure_apart(way: str, batches: str) -> dict[str, float]:
-    """Runs `measure` in a process of its own. Forwards its stderr to ours."""
-    command = [sys.executable, "-m", __spec__.name, "--way", way, "--batches", batches]
-    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return dict(json.loads(said.splitlines()[-1]))
-
-
 def main() -> None:
     """Prints the table, or the figures as JSON if `--way` names a single way."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -117,7 +109,7 @@ def main() -> None:
         rows: dict[str, dict[str, float]] = {}
         for way in [*WAYS, *WAYS]:  # a process is slow to start where the machine has not read its files yet
             status.update(way)
-            figures = _measure_apart(way, parsed.batches)
+            figures = figures_of_process(__spec__.name, "--way", way, "--batches", parsed.batches)
             rows[way] = {name: min(value, rows.get(way, figures)[name]) for name, value in figures.items()}
     table = new_table("what the block costs; ms of a decode step, of our part, and of our host work")
     for name in ("", "start, s", "memory, MB", *(f"{batch} requests" for batch in batches)):

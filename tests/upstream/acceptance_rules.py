@@ -8,9 +8,10 @@ Shapes: V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
+from scipy.special import softmax
 
 VOCABULARY, NUM_PAIRS = 400, 40
 LOGIT_SCALE = 8.0
@@ -46,11 +47,6 @@ def rates(p_V: np.ndarray, q_V: np.ndarray) -> Rates:
 def distance(p_V: np.ndarray, q_V: np.ndarray) -> float:
     """Returns the total variation distance."""
     return float(abs(p_V - q_V).sum() / 2)
-
-
-def softmax(logits_V: np.ndarray) -> np.ndarray:
-    weights_V = np.exp(logits_V - logits_V.max())
-    return weights_V / weights_V.sum()
 
 
 def erring(logits_V: np.ndarray, error_V: np.ndarray, amount: float) -> np.ndarray:
@@ -98,10 +94,7 @@ def table() -> list[str]:
     for kind in DRAFTERS:
         for wanted in DISTANCES:
             all_rates = [rates(p_V, q_V) for p_V, q_V in pairs(kind, wanted)]
-            means = [
-                float(np.mean([getattr(r, name) for r in all_rates]))
-                for name in ("independent", "shared", "greedy", "rejection")
-            ]
+            means = np.mean([astuple(r) for r in all_rates], axis=0).tolist()
             means.insert(2, (1 - wanted) / (1 + wanted))
             lines.append(f"| {kind} | {wanted:.2f} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
     return lines
