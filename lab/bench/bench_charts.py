@@ -17,7 +17,6 @@ from nemo_specrollout.reports.charts import DPI
 from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, STYLE, dark, drafter_colour, label_right
 from nemo_specrollout.reports.records import Record, number, series
 
-
 SILVER = "#8c959f"
 """Colour of plain decoding, and of vLLM's own methods."""
 
