@@ -98,7 +98,7 @@ def test_options_of_another_type_may_have_their_default() -> None:
             {"type": "ngram", "most_ahead": 8},
             "most_ahead: 8; type ngram does not have it: remove it, or use type remote",
         ),
-        ({"type": "random", "max_order": 3}, "max_order: 3; .* use type ngram or suffix"),
+        ({"type": "random", "max_order": 3}, "max_order: 3; .* use type suffix or ngram or history"),
         ({"type": "mtp", "model": "x"}, "model: 'x'; .* use type eagle3 or draft_model or dflash or dspark or remote"),
     ],
 )
