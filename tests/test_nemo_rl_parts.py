@@ -483,7 +483,7 @@ def test_logger_raises_the_alarm_and_keeps_a_record(tmp_path: Path, capsys: pyte
 def test_a_step_in_a_line_says_what_there_is() -> None:
     metrics = {"specrollout/logprob_gap": 1e-6, "specrollout/acceptance_length": 1.5, "loss": 0.1}
     metrics |= {"specrollout/suffix/share_of_drafts": 0.75, "specrollout/ngram/share_of_drafts": 0.25}
-    line = "1.50 tokens a request and step; log-prob gap 1.0e-06; drafted by suffix 75%, ngram 25%"
+    line = "1.50 tokens per request and engine step; log-prob gap 1.0e-06; drafted by suffix 75%, ngram 25%"
     assert in_a_line(metrics) == line
     assert in_a_line({"specrollout/logprob_gap": 0.5}) == "log-prob gap 5.0e-01"
 

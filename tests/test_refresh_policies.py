@@ -88,7 +88,7 @@ def test_the_reason_states_gain_and_cost() -> None:
     assert not decisions[0].refresh and "too early" in decisions[0].reason
     (first,) = [d for d in decisions if d.refresh][:1]
     assert first.reason.startswith(
-        "refreshed: acceptance length fell from 2.91 to 2.62; at 14,000 tokens a step the 40 "
+        "refreshed: acceptance length fell from 2.91 to 2.62; at 14,000 tokens per step the 40 "
     )
     assert first.reason.endswith("s for 6 s of training") and first.gain_s > 6.0
 

@@ -179,7 +179,7 @@ def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console)
         console.print(f"by the data sheet: {placed.in_words('GPU')}: {placed.speedup:.2f}x plain (estimate)")
     if rows:
         console.print(f"window: at most {block.num_speculative_tokens} draft tokens; predicted of typical requests:")
-        names = ("requests in an engine", "drafts of each", "tokens a step", "over plain")
+        names = ("requests in an engine", "drafts of each", "tokens per engine step", "over plain")
         cells = ((str(r.num_requests), f"{r.drafts:.1f}", f"{r.tokens:.2f}", f"{r.speedup:.2f}x") for r in rows)
         console.print(new_table(names, boxed=console.is_terminal, rows=cells))
 

@@ -104,7 +104,7 @@ def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> li
     measured = max(curve.counts[-1] for curve in tables.verify_s)
     if best.num_rows > measured:
         lines.append(
-            f"note: {best.num_rows:.0f} rows a step, of which {measured} were measured; the rest is extrapolated"
+            f"note: {best.num_rows:.0f} rows per engine step, of which {measured} were measured; the rest is extrapolated"
         )
     return lines
 

@@ -158,7 +158,7 @@ def draw(curves: Mapping[str, Sequence[Record]], path: Path) -> None:
             right.plot(
                 xs, [line["training_s"] for line in lines], color=curve.get_color(), linewidth=1.4, dashes=dashes
             )
-        left.set(xlabel="step", ylabel="tokens a step, held out")
+        left.set(xlabel="step", ylabel="acceptance length, held out")
         right.set(xlabel="step", ylabel="seconds of training")
         left.legend(frameon=False, fontsize=8)
         figure.savefig(path, dpi=150)
@@ -191,7 +191,7 @@ def main() -> None:
             write_atomically(args.out / "drift.json", json.dumps(curves, indent=1))
     draw(curves, args.out / "drift.png")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("refreshed", "tokens a step", "last quarter", "refreshes", "published", "training"):
+    for column in ("refreshed", "acceptance length", "last quarter", "refreshes", "published", "training"):
         table.add_column(column, justify="left" if column == "refreshed" else "right")
     for name, lines in curves.items():
         s = summary(lines)

@@ -93,7 +93,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("rollout speedup over plain (estimate)", "-" if speedup is None else f"{speedup:.2f}x"),
         ("tokens equal to plain decoding", f"{summary['tokens_equal']} of {summary['tokens_checked']} checked"),
         (f"reward, first and last {summary['reward_averaged_over_steps']} steps", f"{first} -> {last}"),
-        ("tokens a request gains in an engine step", f"{summary['acceptance_length']:.2f}"),
+        ("tokens per request and engine step", f"{summary['acceptance_length']:.2f}"),
         ("alarms", str(summary["alarms"])),
         *([("processes that died", str(summary["deaths"]))] if summary["deaths"] else []),
     ]

@@ -77,10 +77,10 @@ class Option:
         if self.mode == PLAIN:
             return f"{groups}no drafts, a verifier on {verifier}"
         if self.mode == COUPLED:
-            return f"{groups}drafting in the verifier's engine on {verifier}, {self.k} a step"
+            return f"{groups}drafting in the verifier's engine on {verifier}, {self.k} per engine step"
         return (
             f"{groups}a verifier on {verifier} beside a drafter on {counted(self.drafter_size, unit)}, up to {self.k} "
-            f"drafts a step and {self.window} ahead"
+            f"drafts per engine step and {self.window} ahead"
         )
 
 

@@ -100,7 +100,7 @@ def describe_speculation(
         "fixed": f"{block.budget.k} draft tokens for every request, always",
     }[block.budget.policy]
     verify = block.verify.requests_per_step
-    checked = f"{verify} requests a step are decoded again plainly to show it" if verify else "not re-checked"
+    checked = f"{verify} requests per step are decoded again plainly to show it" if verify else "not re-checked"
     return [
         ("drafters", ", ".join(map(_in_words, block.drafters))),
         *([] if block.remote is None else [("placement", _remote_in_words(block.remote, workers_place))]),
@@ -143,7 +143,7 @@ def _ahead_in_words(block: SpecrolloutConfig, ahead: RunAheadConfig, begins_agai
         if begins_again
         else f"engines decode requests of {_steps_in_words(ahead)} in free slots and while the policy trains; those texts"
     )
-    return f"{what} are drafts, up to {block.most_drafts} a step, with up to {ahead.branches} branches"
+    return f"{what} are drafts, up to {block.most_drafts} per request and engine step, with up to {ahead.branches} branches"
 
 
 def _steps_in_words(ahead: RunAheadConfig) -> str:
@@ -181,7 +181,7 @@ def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
         ),
         (
             "step",
-            f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them an optimizer "
+            f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them per optimizer "
             f"step; at most {at(tree, f'{algorithm}.max_num_steps', '?')} steps in all",
         ),
         ("sampling", f"temperature {temperature}, top_p {top_p}, top_k {top_k}, up to {longest} tokens"),

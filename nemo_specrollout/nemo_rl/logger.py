@@ -16,7 +16,7 @@ from nemo_specrollout.remote.protocol.drafter_stats import in_words
 from nemo_specrollout.reports.records import BEGAN, PREFIX, policy_lag
 
 _LINE = {
-    "acceptance_length": "{:.2f} tokens a request and step",
+    "acceptance_length": "{:.2f} tokens per request and engine step",
     "draft_tokens_per_request_step": "{:.2f} drafts",
     "speedup_estimate": "{:.2f}x by estimate",
     "logprob_gap": "log-prob gap {:.1e}",

@@ -41,7 +41,7 @@ LINE_PANELS = {
         is_filled=True,
     ),
     "tokens": LinePanel(
-        "Tokens a request gains in a step",
+        "Tokens and drafts per request and engine step",
         [("tokens", "acceptance_length", BLUE), ("drafts", "draft_tokens_per_request_step", ORANGE)],
         level=1,
     ),

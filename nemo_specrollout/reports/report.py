@@ -53,7 +53,7 @@ COLUMNS = {
     "rollout<br>s": ("rollout_s", ".2f"),
     "plain<br>est. s": ("plain_estimate_s", ".2f"),
     "speedup<br>est. x": ("speedup_estimate", ".2f"),
-    "tokens<br>a step": ("acceptance_length", ".2f"),
+    "acceptance<br>length": ("acceptance_length", ".2f"),
     "with<br>drafts": ("steps_with_drafts", ".0%"),
     "our host<br>time": ("host_share", ".1%"),
     "log-prob<br>gap": ("logprob_gap", ".1e"),
@@ -159,7 +159,7 @@ def _rollout_cards(run: Run, summary: Record) -> Iterator[str]:
     elif equal == checked:
         yield card("Tokens equal", f"{equal:,.0f}", f"of {checked:,.0f} checked against a plain rollout", "good")
     if math.isfinite(length):
-        note = "tokens a request gains in an engine step; 1 is plain"
+        note = "tokens per request and engine step; plain decoding has 1"
         yield card("Acceptance length", in_digits(length, ".2f"), note)
     if math.isfinite(share := run.mean("generation_share")):
         note = f"of a step's {in_digits(run.mean('step_s'), '.3g', ' s')}, mean of steps"

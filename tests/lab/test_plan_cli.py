@@ -55,11 +55,11 @@ def test_the_best_placement_and_the_others_are_printed(file: Path, capsys: pytes
         main(["explain", str(QUICKSTART), "--profile", str(file), "--devices", "2", f"policy.model_name={POLICY}"]) == 0
     )
     best, keys, basis, note, header, *rows = plan_of(capsys.readouterr().out)
-    assert best.startswith("best: a verifier on 1 thread beside a drafter on 1 thread, up to 8 drafts a step")
+    assert best.startswith("best: a verifier on 1 thread beside a drafter on 1 thread, up to 8 drafts per engine step")
     assert best.endswith("x plain (estimate)")
     assert "num_speculative_tokens=8, most_ahead=" in keys
     assert basis.startswith("for 64 requests on 2 threads, acceptance 0.8; times of a machine")
-    assert note.endswith("rows a step, of which 64 were measured; the rest is extrapolated")
+    assert note.endswith("rows per engine step, of which 64 were measured; the rest is extrapolated")
     assert header.split()[:3] == ["mode", "groups", "threads"]
     assert [row.split()[0] for row in rows] == ["decoupled", "coupled", "coupled", "plain", "plain"]
     assert max(map(len, rows)) <= 120

@@ -188,7 +188,7 @@ class RefreshSchedule:
         # The first step after a refresh starts a new sum.
         self._lost_s = gain_s_per_step + (self._lost_s if self.steps_since > 1 else 0.0)
         price = "and wait for no training" if self._in_background else f"for {cost_s:.2g} s of training"
-        gain = f"at {num_tokens:,.0f} tokens a step the {steps_to_come} steps left gain {gain_s:.2g} s {price}"
+        gain = f"at {num_tokens:,.0f} tokens per step the {steps_to_come} steps left gain {gain_s:.2g} s {price}"
         if self._config.trigger == "auto":
             refresh, reason = self._judge_gain(gain_s, cost_s, gain)
         else:
