@@ -103,7 +103,7 @@ test-upstream: setup .vllm-0.28.0/.installed
 	$(BIN)/python tests/upstream/try_patches.py $(PROPOSALS)
 
 # On a machine with a CUDA GPU and vLLM's own wheel, eleven minutes; not in .venv, which is made for a CPU.
-# GPU_CHECK="tokens speed" runs some items; docs/benchmarks/gpu.md says what each measures.
+# GPU_CHECK="tokens speed" runs some items; docs/benchmarks/gpu-check.md says what each measures.
 test-gpu:
 	$(PYTHON) -m lab.gpu.gpu_check $(GPU_CHECK)
 

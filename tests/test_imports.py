@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The import rules of files and packages, read from the source: imports in functions and for type checks count too.
 
-The tables of docs/architecture.md are the rules: a package imports what its row names, and no row below it.
+The table of docs/developing/packages.md is the rule: a package imports what its row names, and no row below it.
 """
 
 import re
@@ -17,7 +17,7 @@ from sources import PACKAGES, circles, imported_names, imports, strings
 pytestmark = pytest.mark.unit
 
 PRODUCT, LABORATORY = ROOT / "nemo_specrollout", ROOT / "lab"
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "developing" / "packages.md"
 # The laboratory's folders, lowest first: each imports folders before it.
 LABORATORY_FOLDERS = (
     "vllm_on_cpu", "placement", "simulation", "local", "policies", "heads", "gpu", "bench", "cli"
@@ -125,7 +125,7 @@ def test_folders_of_the_laboratory_import_those_before_them() -> None:
 
 
 def test_the_page_names_every_folder_of_the_laboratory() -> None:
-    section = PAGE.read_text().split("## Packages\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## The laboratory\n")[1].split("\n## ")[0]
     assert set(LABORATORY_FOLDERS) <= set(re.findall(r"`(\w+)`", section))
 
 

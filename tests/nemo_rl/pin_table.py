@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pin_table.py DIR: the rows of docs/benchmarks/nemo-rl-loops.md for the runs that `make test-nemo-rl VLLM=...` kept in DIR.
+"""pin_table.py DIR: the rows of docs/benchmarks/nemo-rl-pins.md for the runs that `make test-nemo-rl VLLM=...` kept in DIR.
 
 DIR is NEMO_RL_RUNS/pin-VERSION. `test_pins.py` has what must hold; this prints how much of it there was.
 """
