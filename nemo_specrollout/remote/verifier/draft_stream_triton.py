@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `draft_stream.py` for a GPU, with one program for each request."""
+"""The GPU kernel of `draft_stream.py`, which computes the proposals of remote drafters, with one program per request."""
 
 import torch
 import triton
@@ -52,7 +52,12 @@ def align(
     found_B: torch.Tensor,
     counts_3: torch.Tensor,
 ) -> None:
-    """Writes proposals (see `DraftStream.propose`)."""
+    """Writes up to K draft tokens of each request to `tokens_BK`, with their evidence levels and their number.
+
+    The levels go to `levels_BK` and the numbers to `found_B`. The draft tokens come from the draft stream's table `table_SX`.
+    A request gets none if the tokens that it has sampled since they were drafted differ from the first of them. Adds to
+    `counts_3`, which is `DraftStream.counts_3`.
+    """
     most_ahead = (table_SX.shape[1] - draft_buffers.TOKENS) // 2
     _align[(len(slots_B),)](
         slots_B, total_len_S, token_ids_SL, token_ids_SL.stride(0), table_SX, tokens_BK, tokens_BK.stride(0), levels_BK,
