@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advises from a run's own records whether moving or racing requests, texts of coming steps, or remote drafters would pay.
+"""Advises from a run's own records whether moving or racing requests, texts of coming steps, or remote drafters save time.
 
 Each of these mechanisms uses time in which engines would be idle, or takes work out of their steps. A mechanism that is off
-can gain at most this time. Every run records the time, so the bound needs no knowledge of the policy or the hardware. A
+can save at most this time. Every run records the time, so the bound needs no knowledge of the policy or the hardware. A
 mechanism that is on is judged by what the run has measured about it.
 """
 
@@ -23,7 +23,7 @@ EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
 
 
 class Advice(NamedTuple):
-    """Advice on one mechanism in a run. `verdict` says in a few words whether it pays, and `sentence` says why."""
+    """Advice on one mechanism in a run. `verdict` says in a few words whether it saves time, and `sentence` says why."""
 
     mechanism: str
     state: str

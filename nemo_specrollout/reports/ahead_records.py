@@ -13,7 +13,7 @@ def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
     """Returns how many tokens had been made ahead for each following step when the current step's weights arrived.
 
     `in_flight` has this number for each step, from the current one on. The result leaves out the current step. The next step
-    has the key `ahead_tokens_2`, because its texts will be two updates away from the weights that made the first of them.
+    has the key `ahead_tokens_2`, because its first texts were made two updates before it.
     """
     return {f"ahead_tokens_{k}": float(tokens) for k, tokens in enumerate(in_flight, 1) if k > 1}
 

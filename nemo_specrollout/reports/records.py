@@ -75,12 +75,12 @@ class Run:
 
     @property
     def alarms(self) -> list[tuple[Any, str]]:
-        """Number of the step and sentence of each alarm."""
+        """All alarms, as pairs of a step's number and a sentence."""
         return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get("alarms") or ()]
 
     @property
     def began(self) -> list[tuple[Any, str]]:
-        """Number of the step and sentence about the learned state of the engines, for each step in which engines started."""
+        """All sentences about what engines had learned when they started, as pairs of a step's number and a sentence."""
         return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get(BEGAN) or ()]
 
     def has(self, key: str) -> bool:
@@ -277,9 +277,9 @@ def _sum_by_position(total_K: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 
 
 def accepted_shares(steps: Sequence[Record], drafters: Collection[str]) -> np.ndarray:
-    """Returns the acceptance rate in each step of the draft tokens of `drafters` together, float64.
+    """Returns the acceptance rate of some drafters together, for each step, float64.
 
-    It is NaN in a step that verified none of their draft tokens.
+    It is the share of accepted tokens among all verified draft tokens of `drafters`, or NaN in a step without any.
     """
     shares = []
     for step in steps:
@@ -290,15 +290,16 @@ def accepted_shares(steps: Sequence[Record], drafters: Collection[str]) -> np.nd
 
 
 def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
-    """Returns the number and the value of `draft_refresh` for each step after which a draft head was trained."""
+    """Returns pairs of the step's number and its entry `draft_refresh`, for each step after which a draft head was trained."""
     return [(s["step"], s["draft_refresh"]) for s in steps if number(s, "draft_refresh.refresh_s") >= 0]
 
 
 def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[str, float]:
-    """Returns by how many steps the weights that began `samples` are older than `policy_version`, which is trained on them.
+    """Returns metrics about the age of the weights with which `samples` were begun.
 
-    The metrics are the mean and the maximum of this lag, and the number of samples during which the weights changed. `samples`
-    belong to one line of `samples.jsonl`. The result is empty if no sample has its policy versions.
+    `policy_version` is the version that is trained on them. The metrics are the mean and the maximum number of steps by which
+    the weights are older than this version, and the number of samples during which the weights changed. `samples` belong to
+    one line of `samples.jsonl`. The result is empty if no sample has its policy versions.
     """
     spans = [sample["policy_spans"] for sample in samples if sample and sample.get("policy_spans")]
     lags = [policy_version - min(version for version, _ in sample_spans) for sample_spans in spans]
@@ -357,7 +358,7 @@ def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _head_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns how many refreshes a run had, how many heads it published, and the time of refreshes in seconds and as a share.
+    """Returns how many refreshes a run had, how many heads it published, and how much time the refreshes took.
 
     The result is empty for a run without a trained draft head.
     """
@@ -375,7 +376,7 @@ def _head_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns what moved and raced requests have brought in a run, or nothing for a run with one engine.
+    """Returns figures about requests that moved or were raced, or nothing for a run with one engine.
 
     `tail_saved_s` is None if no step has an estimate of it.
     """
@@ -393,7 +394,7 @@ def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _ahead_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns how many tokens a run made ahead and what they have brought, or nothing if it made none.
+    """Returns figures about texts that a run made ahead, or nothing if it made none.
 
     Shares are means over the steps that had texts made ahead.
     """

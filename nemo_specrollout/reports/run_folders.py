@@ -67,7 +67,7 @@ def find_folders(path: Path) -> RunFolders:
 
 
 def read_run(folders: RunFolders) -> Run:
-    """Reads the records of a run. If those of one start are damaged, the other starts are read all the same.
+    """Reads the records of a run. If the records of one start are damaged, the other starts are still read.
 
     Raises ConfigError if no start can be read, or if the log folder has the starts of several runs.
     """

@@ -134,7 +134,10 @@ class RunOfStarts(Run):
 
     @property
     def jobs_without_start(self) -> Sequence[Job]:
-        """Jobs of the run whose driver has recorded nothing, because they still wait in the queue or the driver has not begun."""
+        """Jobs of the run whose driver has recorded nothing.
+
+        They wait in Slurm's queue, or their driver has not begun.
+        """
         known = {start.job for start in self.starts}
         return [job for job in self.launch.jobs if job.id not in known] if self.launch else []
 
@@ -158,7 +161,7 @@ def _bounds(starts: Sequence[Start]) -> list[float]:
 
 
 def separate_runs(starts: Sequence[Start]) -> int:
-    """Returns to how many runs the starts of a log folder belong.
+    """Returns the number of runs to which the starts of a log folder belong.
 
     A start that makes the first step begins a new run, unless it is the first start of the folder.
     """

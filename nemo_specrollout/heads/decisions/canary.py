@@ -15,19 +15,20 @@ import numpy as np
 COLLAPSE_SHARE = 1 / 3
 """Share of the expected acceptance that a head is assumed to have after a collapse."""
 STALE_SHARE = 0.75
-"""Share of its acceptance right after the last publish. A head whose acceptance falls below this share counts as stale."""
+"""Share of the acceptance that a head had right after the last publish. If its acceptance falls below this share, the head
+counts as stale."""
 THRESHOLD = math.log(1e9)
-"""Score of the evidence for a collapse at which an alarm is raised. With log(n), a healthy head causes about one false alarm
-in n draft tokens."""
+"""Score of the evidence for a collapse at which the canary raises an alarm. If it is log(n), a healthy head causes about one
+false alarm in n draft tokens."""
 OVERDISPERSION = 2.0
-"""Factor on the variance of the number of accepted draft tokens. The variance is larger than by chance alone, because some
-requests are harder to draft for than others."""
+"""Factor by which the variance of the number of accepted draft tokens is larger than by pure chance. It is above 1 because
+some requests are harder to draft for than others."""
 MEMORY_DRAFTED = 20_000.0
 """Number of draft tokens after which the weight of earlier counts has decayed to 1/e."""
 ENOUGH_DRAFTED = 500.0
 """Number of draft tokens after which the normal level of acceptance counts as known."""
 GATE_DRAFTED = 4000.0
-"""Number of draft tokens for which the publish gate's measurement of acceptance counts."""
+"""Weight of the publish gate's measurement of acceptance, as a number of draft tokens."""
 MIN_REQUESTS = 16
 """Minimum number of requests on which a collapse alarm must be based. Fewer do not suffice, because the last few requests of a
 rollout may just be hard to draft for."""
@@ -88,7 +89,7 @@ class Alarm:
     seen: float
     """Share of draft tokens that were accepted."""
     expected: float
-    """Share of draft tokens that was expected to be accepted."""
+    """Share of draft tokens that the canary expected to be accepted."""
     num_drafted: int
     health: HeadHealth
 
@@ -108,10 +109,10 @@ class Alarm:
 
 @dataclass
 class _Evidence:
-    """Evidence that acceptance has collapsed. Everything is summed from the moment at which acceptance last looked healthy."""
+    """Evidence that acceptance has collapsed. The sums begin when acceptance last looked healthy."""
 
     score: float = 0.0
-    """Logarithm of the likelihood of a collapsed head divided by that of a healthy head, but at least 0."""
+    """Logarithm of the likelihood of a collapsed head divided by the likelihood of a healthy head, but at least 0."""
     carried: float = 0.0
     """Score at the last event. This part of the score is kept after the event, even if only a few requests run then."""
     num_requests: int = 0
@@ -167,12 +168,13 @@ class Level:
 class Canary:
     """Watches the acceptance of a drafter with weights. Owns the expected rates and the evidence that acceptance collapsed.
 
-    The collapse alarm is a CUSUM test (Page, Biometrika 1954). Its statistic is the log likelihood ratio of two hypotheses,
-    which are that acceptance has fallen to a third, and that it is unchanged. With independent requests, a healthy head causes
-    less than one false alarm in 10^9 draft tokens. The expected rates follow the observed ones, so slow changes cause no
-    collapse alarm. After a collapse alarm the canary is silent until the next event (`begin`).
+    The collapse alarm is a CUSUM test (Page, Biometrika 1954). It compares the hypothesis that acceptance has fallen to a
+    third with the hypothesis that it has not changed. With independent requests, a healthy head causes less than one false
+    alarm in 10^9 draft tokens. The expected rates follow the observed ones, so slow changes cause no collapse alarm. After a
+    collapse alarm the canary is silent until the next event (`begin`).
 
-    The staleness alarm is raised once after each publish, if acceptance has fallen below the share `STALE_SHARE`.
+    The staleness alarm is raised once after each publish, when acceptance falls below the share `STALE_SHARE` of its value
+    right after the publish.
     """
 
     def __init__(self, max_age: int | None = None) -> None:
@@ -285,9 +287,9 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
     """Returns the rates by position of a drafter with this acceptance length, float64 [num_positions].
 
-    A rate is the probability that all draft tokens up to a position are accepted. It is assumed that each draft token is
-    accepted with the same probability p if all before it are. So the rate at position k is p ** (k + 1), and p solves 1 + p +
-    p ** 2 + ... + p ** num_positions = acceptance_length.
+    A rate is the probability that all draft tokens up to a position are accepted. Each draft token is assumed to be accepted
+    with the same probability p if all before it are. So the rate at position k is p ** (k + 1), where p solves this equation:
+    1 + p + p ** 2 + ... + p ** num_positions = acceptance_length.
     """
     roots = np.roots([*np.ones(num_positions), 1.0 - acceptance_length])
     rate = max(0.0, *roots[np.isreal(roots)].real)

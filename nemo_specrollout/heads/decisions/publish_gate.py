@@ -37,9 +37,10 @@ class GateDecision:
 class PublishGate:
     """Decides that a candidate is published if its acceptance length is at most `tolerance` below that of the head in service.
 
-    This must be so with the confidence `confidence`, which is at least 0.5 and below 1. The test is a one-sided paired t-test
-    of the weighted mean difference. Samples of one prompt are not independent, so they count as one. If no head is in service,
-    the candidate is compared with the acceptance length 1 + `MIN_FIRST_GAIN`. Decoding without drafts has 1.
+    This must hold at the confidence level `confidence`, which is at least 0.5 and below 1. The test is a one-sided paired
+    t-test of the weighted mean difference. Sequences of one prompt are not independent, so they count as one sample. If no
+    head is in service, the candidate must reach the acceptance length 1 + `MIN_FIRST_GAIN`. Without drafts, the acceptance
+    length is 1.
     """
 
     def __init__(self, confidence: float = 0.95, tolerance: float = 0.0) -> None:
@@ -96,12 +97,13 @@ class PublishGate:
 def lower_bound(
     differences_N: np.ndarray, weights_N: np.ndarray, groups_N: np.ndarray, confidence: float
 ) -> tuple[float, float]:
-    """Returns the weighted mean of the differences and its one-sided lower confidence bound, for two or more groups.
+    """Returns the weighted mean of the differences and its one-sided lower confidence bound.
 
-    The differences of one group are not independent of each other, so the standard error is that of the jackknife over groups.
-    If differences are skewed towards losses, Student's quantile is too small. Then it is increased as in Hall, "On the removal
-    of skewness by transformation" (JRSS B, 1992), with twice the skewness of the sample. Losses that are so rare that the
-    sample has none cannot be detected by any method.
+    `groups_N` has the number of the group of each difference, and there must be at least two groups. Differences of one group
+    are not independent of each other, so the standard error is that of the jackknife over groups. If the differences are
+    skewed towards losses, Student's quantile is too small. Then it is increased as in Hall, "On the removal of skewness by
+    transformation" (JRSS B, 1992), with twice the skewness of the sample. Losses that are so rare that the sample has none
+    cannot be detected.
     """
     _, group_N = np.unique(groups_N, return_inverse=True)
     shares_N = weights_N / weights_N.sum()

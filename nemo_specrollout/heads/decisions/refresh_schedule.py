@@ -11,13 +11,15 @@ from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 
 FIRST_SURPLUS = 0.1
-"""Acceptance length that the first refresh is expected to gain beyond recovering what was lost since the last publish."""
+"""Increase in acceptance length that the first refresh is expected to bring, in addition to recovering what was lost since the
+last publish."""
 LEARNING_WEIGHT = 0.5
 """Weight of the latest refresh in the averages of `RefreshOutlook`."""
 MIN_RECOVERY = 0.05
 MAX_RECOVERY = 1.5
 MIN_FALL = 0.02
-"""Loss of acceptance length that is needed to measure which share of it a refresh recovers."""
+"""Minimum loss of acceptance length since the last publish. From a smaller loss it cannot be measured which share of it a
+refresh recovers."""
 MAX_BACKOFF = 64
 """Maximum factor by which `min_gap` grows after refused candidates."""
 FIRST_REFRESH_S = 8.0
@@ -29,12 +31,12 @@ SMOOTHING = 0.5
 RATE_STEP = 3.0
 """Number by which the learning rate is divided after a candidate that was worse than the head in service."""
 MIN_SHARE = 1e-3
-"""Minimum of the factor on the usual learning rate."""
+"""Smallest factor by which `RefreshRate` multiplies the usual learning rate."""
 
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """Seconds of decoding with and without drafts."""
+    """Seconds that decoding takes with and without drafts."""
 
     plain_s: float
     """Seconds per token without drafts."""
@@ -49,18 +51,18 @@ class DecodeCosts:
         """Returns the costs that were measured in a rollout of `num_tokens` tokens, which took `rollout_s` seconds.
 
         `plain_estimate_s` is the estimated duration of the same rollout without drafts, or None if it is not known.
-        `num_request_steps` is the sum of the numbers of requests in all of its engine steps.
+        `num_request_steps` is the number of requests in an engine step, summed over the engine steps of the rollout.
         """
         return cls((plain_estimate_s or rollout_s) / num_tokens, rollout_s / num_request_steps)
 
     def token_s(self, acceptance_length: float) -> float:
-        """Returns the seconds per token at an acceptance length, or those without drafts if they are fewer."""
+        """Returns the seconds per token at an acceptance length. If decoding without drafts is faster, returns its seconds."""
         return min(self.plain_s, self.drafted_step_s / max(acceptance_length, 1.0))
 
 
 @dataclass(frozen=True)
 class RefreshOutlook:
-    """What the next refresh is expected to take and to gain, from the refreshes before.
+    """Expected duration and gain of the next refresh, estimated from earlier refreshes.
 
     The first refresh is expected to recover the whole loss of acceptance and a little more.
     """
@@ -68,9 +70,9 @@ class RefreshOutlook:
     refresh_s: float
     """Seconds that a refresh takes."""
     recovery: float = 1.0
-    """Share of the acceptance length lost since the last publish that a refresh recovers."""
+    """Share of the lost acceptance length that a refresh recovers. The loss is counted from the last publish."""
     surplus: float = FIRST_SURPLUS
-    """Acceptance length that a refresh gains beyond the recovery."""
+    """Acceptance length that a refresh gains in addition to what it recovers."""
     num_rejected: int = 0
     """Number of candidates in a row that the publish gate has refused."""
 
@@ -79,8 +81,8 @@ class RefreshOutlook:
     ) -> "RefreshOutlook":
         """Returns the new outlook after a refresh that took `seconds` and whose head was published.
 
-        The acceptance length was `length_at_last_publish` after the publish before, then fell to `length_before`, and is
-        `length_after` with the new head.
+        The acceptance length was `length_at_last_publish` right after the previous publish. It then fell to `length_before`,
+        and is `length_after` with the new head.
         """
         fall = length_at_last_publish - length_before
         recovery = self.recovery
@@ -119,7 +121,7 @@ def _towards(old: float, new: float) -> float:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Measurements of a finished RL step, from which the schedule decides."""
+    """Measurements of a finished RL step, from which `RefreshSchedule` decides about a refresh."""
 
     acceptance_length: float | None
     """The head's acceptance length in tokens per engine step, or None if the head drafted nothing."""
@@ -151,15 +153,16 @@ def head_use(
 class RefreshSchedule:
     """Decides after each RL step whether to refresh the head, as `config.trigger` says. Owns the run's history of refreshes.
 
-    With the trigger `auto`, the head is refreshed when its loss of acceptance since the last refresh has cost as much time as
-    a refresh takes. This is the ski-rental rule, which never costs more than twice the optimum. In addition, the rest of the
-    run must save more than 1 + `config.margin` times the time of the refresh. At least `config.min_gap` RL steps must lie
-    between two refreshes. This number doubles with each further candidate in a row that the publish gate refuses.
+    With the trigger `auto`, the head is refreshed when its loss of acceptance has cost as much time as a refresh takes,
+    counted from the last refresh. This is the ski-rental rule, which never costs more than twice the optimum. In addition, the
+    rest of the run must save more than the time of the refresh plus the share `config.margin` of it. At least `config.min_gap`
+    RL steps must lie between two refreshes. This number doubles with each further candidate in a row that the publish gate
+    refuses.
 
     The gain depends on how often the new head will draft. Before the first publish, it is expected to draft in every engine
-    step. Afterwards it is expected to draft in the largest share of engine steps in which the published head has drafted. With
-    `in_background`, the run does not wait for training. Then `max_time_share` limits the trainer's share of the time, and a
-    refresh may take as long as an RL step.
+    step. Afterwards it is expected to draft in the largest share of engine steps in which the published head has drafted. If
+    `in_background` is true, the run does not wait for training. Then `max_time_share` limits the trainer's share of the time,
+    and a refresh may take as long as an RL step.
     """
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
@@ -167,7 +170,7 @@ class RefreshSchedule:
         self._in_background = in_background
         self.outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self.length: float | None = None
-        """Decayed mean of the head's acceptance length, or None if it has not drafted since the last publish."""
+        """Moving average of the head's acceptance length, or None if the head has not drafted since the last publish."""
         self.published_length: float | None = None
         """Acceptance length right after the last publish, or at the start of the run."""
         self.steps_since = 0

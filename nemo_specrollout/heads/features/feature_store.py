@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature store on disk, to which rollouts write the features that they compute, and which the training of a head reads.
+"""Feature store on disk. Rollouts write the features that they compute to it, and the training of a draft head reads them.
 
 A store has a bounded size and survives a crash at any moment. It consists of shards, which are files of features, and of
 `index.json`, which describes the policy that computed the features.
@@ -104,16 +104,19 @@ def _read(shard: Path, held_out: bool) -> Iterator[SequenceFeatures]:
 
 
 def data_hash(sequences: Iterable[SequenceFeatures]) -> str:
-    """Returns a hash of the tokens and policy versions of all sequences, in any order, for the head card."""
+    """Returns a hash of the tokens and policy versions of all sequences, for the head card.
+
+    The hash does not depend on the order of the sequences.
+    """
     contents = (f.token_ids_T.numpy().tobytes() + f.policy_version.to_bytes(8, "little") for f in sequences)
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(data).digest() for data in contents))).hexdigest()
 
 
 def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the newest sequences of several stores, until they have `max_tokens` tokens in total.
+    """Returns the newest sequences of several stores, as many as are needed to have `max_tokens` tokens in total.
 
     They are the held-out sequences if `held_out` is true, and otherwise the training sequences. Those of the newest policy
-    version come first. The last one may have more tokens than are needed.
+    version come first. If there are too few tokens, all sequences are returned.
     """
     shards = sorted((shard for store in stores for shard in store.shards()), key=_age, reverse=True)
     return first_tokens((f for shard in shards for f in _read(shard, held_out)), max_tokens)
@@ -135,8 +138,9 @@ class FeatureStore(FeatureReader):
     """Writes a feature store. It can also read what is on disk. A store has only one writer at a time.
 
     At any moment, even if the process is killed, every shard is complete and all shards together take at most `max_bytes`. A
-    full store drops whole shards, those of the oldest policy versions first. If the process is killed, the sequences are lost
-    that were appended since the last flush. They take at most an eighth of `max_bytes`, or they are a single sequence.
+    full store drops whole shards, those of the oldest policy versions first. If the process is killed, all sequences are lost
+    that were appended since the last flush. Together they take at most an eighth of `max_bytes`, unless it is a single longer
+    sequence.
     """
 
     def __init__(self, folder: Path, max_bytes: int, source: FeatureSource, held_out_share: float = 0.1) -> None:

@@ -86,10 +86,11 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
 def read_rollouts(
     paths: Sequence[Path], policy_folder: Path, vocab_size: int, max_length: int
 ) -> tuple[list[RolloutText], list[str]]:
-    """Returns the rollouts in files and folders, in the order given, and sentences that tell the user what was read.
+    """Returns the rollouts in files and folders, in the order given, and sentences for the user about what was read.
 
-    A text of more than `max_length` tokens is cut, or skipped if its prompt alone has that length. Raises ValueError for a
-    line that is no rollout, for tokens that are not in the vocabulary, and if no rollout is left.
+    A text of more than `max_length` tokens is cut, or skipped if its prompt alone has that length. The sentences also say what
+    was cut or skipped. Raises ValueError for a line that is no rollout, for tokens that are not in the vocabulary, and if no
+    rollout is left.
     """
     encode = _encoder(policy_folder)
     files = rollout_files(paths)
@@ -121,8 +122,8 @@ def read_rollouts(
 def held_out_share(prompts: Iterable[Sequence[int]], wanted: float) -> float:
     """Returns the share of prompts to hold out from training, so that at least 8 of `prompts` are held out.
 
-    It is `wanted` if that is enough, and otherwise the smallest whole percentage that is. Raises ValueError for fewer than 16
-    different prompts, and if no share leaves a prompt to train on.
+    It is `wanted` if that is enough, and otherwise the next larger whole percentage that is enough. Raises ValueError for
+    fewer than 16 different prompts, and if no share leaves a prompt to train on.
     """
     different = {tuple(p) for p in prompts}
     if len(different) < MIN_PROMPTS:

@@ -12,8 +12,8 @@ from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 NUM_KEPT = 3
-"""Number of heads that are kept, and number of files with the policy's LM head and embedding that are kept, the newest of
-each. More than one is needed because an engine reads its head and the one before it after an alarm."""
+"""Number of draft heads that are kept, the newest first. As many files with the policy's LM head and embedding are kept. More
+than one is needed because an engine reads its head and the one before it after an alarm."""
 
 
 @dataclass(frozen=True)

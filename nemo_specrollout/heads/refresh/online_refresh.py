@@ -17,7 +17,7 @@ from nemo_specrollout.heads.training.trainer import BATCH_TOKENS, Budget, Traini
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 
 TRAINING_TOKENS = 60_000
-"""Maximum number of tokens from which a refresh learns."""
+"""Maximum number of tokens on which a refresh trains a candidate."""
 HELD_OUT_TOKENS = 6_000
 """Maximum number of held-out tokens on which a candidate is judged."""
 
@@ -53,7 +53,7 @@ class OnlineRefresh:
         device = "cuda" if config.trainer_gpus else "cpu"
         self.head = load_eagle3_head(first_head if published is None else published.folder, policy_folder, device)
         self._promising: DraftHead | None = None
-        """Candidate that was refused although it seemed better, from which the next refresh starts."""
+        """Refused candidate that seemed better than the head in service, or None. The next refresh continues its training."""
         gate = PublishGate(config.confidence, config.tolerance)
         self._judge = Judge(gate, block.num_speculative_tokens, temperature)
         self._schedule = RefreshSchedule(config, in_background)

@@ -41,11 +41,11 @@ OUTBOX_BYTES = 512 << 20
 
 @dataclass
 class _Sequence:
-    """A captured request, with the tokens and hidden states of it that have reached the host."""
+    """A captured request, with those of its tokens and hidden states that have reached the host."""
 
     request: NewRequest
     version: int
-    """Version of the weights that computed the rows."""
+    """Policy version of the weights that computed the hidden states."""
     first_position: int = 0
     tokens: list[np.ndarray] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
@@ -63,9 +63,10 @@ class FeatureCapture(Participant):
     """
 
     def __init__(self, runner: Any, share: float) -> None:
-        """Prepares to capture the share `share` of all requests of an engine. `runner` is the engine's vLLM model runner.
+        """Prepares to capture requests of an engine, whose vLLM model runner is `runner`.
 
-        The buffer is allocated now, so that vLLM's memory profile includes it.
+        `share` is the share of requests that is captured. The buffer is allocated now, so that vLLM's memory profile includes
+        it.
         """
         num_features = (len(aux_layer_ids(runner) or ()) + 1) * runner.model_config.get_hidden_size()
         self._capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
@@ -77,8 +78,8 @@ class FeatureCapture(Participant):
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
         self._num_opened = 0
-        """Number of requests that were chosen so far. The latest of them has this number in the buffer, where numbers begin at
-        1."""
+        """Number of requests that were chosen so far. It is also the number by which rows in the buffer name the latest of
+        them."""
         self._num_rows = 0
         """Number of rows of the buffer that are in use."""
         self._under_way: dict[int, _Sequence] = {}
@@ -171,7 +172,10 @@ class FeatureCapture(Participant):
         self.version = version
 
     def take(self) -> list[SequenceFeatures]:
-        """Returns the features of ended requests and of ended parts of running ones, and forgets them."""
+        """Returns the captured features of ended requests, and of running requests the parts that are complete. Forgets them.
+
+        A part of a running request is complete if the weights have changed after it.
+        """
         self._flush()
         for key in self._ended:
             self._finish(self._under_way.pop(key))

@@ -167,7 +167,7 @@ def layer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: str = "the policy's") -> str:
-    """Returns in words which RoPE parameters of a head's config differ from those of the config `other`.
+    """Describes which RoPE parameters of a head's config differ from those of the config `other`.
 
     An example is "its rope_theta is 5000.0, the policy's 10000.0". The words in `whose` say to whom `other` belongs. The
     result is empty if no parameter differs, or if the layers of one config have different RoPE parameters.

@@ -38,7 +38,7 @@ class ServedDrafter(Protocol):
 
     @property
     def board(self) -> Any:
-        """The draft board, whose counts tell how many drafts of the head were right."""
+        """The engine's draft board, which counts how many draft tokens of the head were accepted."""
 
     def begin_again(self) -> None:
         """Forgets what was learned about the drafts of the previous head."""
@@ -50,7 +50,7 @@ class ServedDrafter(Protocol):
 class HeadService:
     """Loads heads into an engine, and owns the folder of the head that the engine serves.
 
-    The policy version of the head is kept in the sample stats.
+    The policy version of this head is kept in the engine's `SampleStatsLog`.
     """
 
     def __init__(self, runner: Any, model: ServedDrafter, samples: SampleStatsLog, folder: Path | None) -> None:

@@ -141,10 +141,10 @@ def draft_logits(
 
 
 def _mask(causal_CP: Tensor, start: int, k: int, window: int | None) -> Tensor:
-    """Returns to which keys each row of a chunk attends in a layer at draft position `k`, bool [C, P].
+    """Returns which keys each row of a chunk may attend to, in one layer and at draft position `k`, bool [C, P].
 
-    The chunk begins with row `start`, and `causal_CP` is its mask at position 0 without a sliding window. `window` is the
-    width of the layer's sliding window, or None. It moves on with the draft position, as in vLLM.
+    The chunk begins with row `start`. `causal_CP` is its mask at position 0 without a sliding window. `window` is the width of
+    the layer's sliding window, or None. The window moves on with the draft position, as in vLLM.
     """
     own_CC = torch.eye(len(causal_CP), dtype=torch.bool, device=causal_CP.device)
     width = window or causal_CP.shape[1] + k + 1
@@ -166,7 +166,10 @@ def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
 def _draft_pass(
     model: Any, tokens_1C: Tensor, hidden_1CH: Tensor, positions_1C: Tensor, masks: list[Tensor], keys: DynamicCache
 ) -> Tensor:
-    """Runs the head's layers once, and returns the hidden states after them, [1, C, H]. Adds all rows' keys to `keys`."""
+    """Runs the head's layers once, and returns the hidden states after them, [1, C, H].
+
+    Appends the keys and values of all rows to `keys`.
+    """
     states = torch.cat([model.embed_tokens(tokens_1C), hidden_1CH], dim=-1)
     rotary = model.rotary_emb(states, positions_1C)
     for layer, mask_CP in zip(model.layers, masks, strict=True):

@@ -62,8 +62,8 @@ _COPY_FILE = "copy it again"
 class DraftHead:
     """A draft head that can be trained, with copies of the policy's LM head and embedding, which training does not change.
 
-    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has the rows of it that belong to tokens that the head can
-    draft. It computes the policy's logits of these tokens from the policy's hidden states after the final norm.
+    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has only those of its rows that belong to tokens that the
+    head can draft. It computes the policy's logits of these tokens from the policy's hidden states after the final norm.
     """
 
     def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:
@@ -264,7 +264,7 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns by name those tensors in `names` that the policy's checkpoint has.
+    """Returns the tensors in `names` that the policy's checkpoint has, by name.
 
     Raises ValueError if the checkpoint has no embedding of the usual name.
     """

@@ -15,10 +15,10 @@ from torch import Tensor
 from nemo_specrollout.heads.features.features import SequenceFeatures
 
 PADDING = -1
-"""Document id of the rows that only fill a batch up to its size."""
+"""Document id of the rows that only fill a batch up to its size. `speculators` calls each piece of a sequence a document."""
 RECENT_BATCHES = 64
-"""Number of batches that are kept open while batches are planned. They are the latest ones, and only they can receive another
-piece of a sequence."""
+"""Number of batches to which pieces of sequences can still be added while batches are planned. These are the latest
+batches."""
 
 Batch = dict[str, Tensor]
 """Tensors [1, S, ...] of a packed batch. Their names are the argument names of the training forward pass of `speculators`."""

@@ -54,7 +54,7 @@ class TrainingSettings:
     schedule: Literal["cosine", "constant"] = "cosine"
     """How the learning rate changes after the warm-up. With `cosine`, it falls to a tenth until the end of the training."""
     warmup_steps: int = 20
-    """Steps over which the learning rate rises linearly from 0."""
+    """Number of training steps over which the learning rate rises linearly from 0."""
     ttt_steps: int = 5
     """Number of draft positions that are trained. From the second position on, the head reads its own hidden states instead of
     the policy's."""
@@ -104,7 +104,7 @@ class HeadTrainer:
     """Trains a head. Owns the head, the optimizer, and the place in the data, until training ends.
 
     `save` writes the whole state to a file. After `load`, the next `train` continues from that state. If the data and the
-    number of steps are the same, the trained head is then bit for bit that of a training without interruption. Example:
+    number of steps are the same, the result is equal, bit for bit, to that of a training without interruption. Example:
     `HeadTrainer(head, TrainingSettings()).train(sequences, Budget(steps=500))`.
     """
 

@@ -25,7 +25,7 @@ from nemo_specrollout.storage.weights_folder import check_like
 WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
 _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes whose values are checked. For smaller dtypes, torch cannot tell whether values are finite."""
+"""Dtypes of tensors that are checked for values that are not finite. In smaller dtypes, torch cannot detect such values."""
 
 
 class DrafterEngine:

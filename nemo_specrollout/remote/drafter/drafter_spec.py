@@ -18,7 +18,10 @@ GPU_MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec(RemoteDrafterConfig):
-    """Settings of a remote drafter, which are its options in the config, its address, and a few of the policy's engines."""
+    """Settings of a remote drafter.
+
+    They are its options in the config, its address, and the precision and the longest text of the policy's engines.
+    """
 
     address: str = any_port("127.0.0.1")
     """ZeroMQ address to bind, where port 0 means any free port."""
@@ -32,7 +35,7 @@ class DrafterReport:
     """Counters and state of a remote drafter, which its process reports."""
 
     address: str
-    """Address at which the drafter listens, or empty as long as it does not."""
+    """Address at which the drafter listens, or empty before it listens."""
     is_up: bool = False
     """True if the engine has started."""
     num_steps: int = 0

@@ -52,7 +52,7 @@ _SLOTS, _COMMITS, _DRAFTS = (from_dtype(row)[::1] for row in (_SLOT, COMMIT_ROW,
 
 
 def new_rings(num_rows: int, least_size: int) -> np.ndarray:
-    """Returns empty rings [num_rows, size], where `size` is the smallest power of two above `least_size`."""
+    """Returns empty ring buffers [num_rows, size], where `size` is the smallest power of two above `least_size`."""
     return np.zeros((num_rows, 1 << least_size.bit_length()), ENTRY)
 
 
@@ -136,10 +136,11 @@ class DraftBuffers:
         return rows_b, tokens
 
     def windows(self, slots_b: np.ndarray) -> np.ndarray:
-        """Returns for each request how many tokens may be drafted beyond its committed text, uint8 [b].
+        """Returns for each request how many tokens a drafter may draft beyond its committed text, uint8 [b].
 
-        This window ends where a draft token is unlikely to be accepted, at the recent acceptance rate of the request. The
-        windows are those of SpecActor's Algorithm 2 (arXiv 2511.16193), but no request waits until its window is full.
+        Drafting ends where the probability of acceptance has fallen to `LEAST_SURVIVAL`, at the recent acceptance rate of the
+        request. This rule is that of SpecActor's Algorithm 2 (arXiv 2511.16193), but no request waits until all of these
+        tokens are drafted.
         """
         hits_b = self._slots["num_hits"][slots_b]
         judged_b = self._slots["num_judged"][slots_b]

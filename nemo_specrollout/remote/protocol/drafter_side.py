@@ -87,7 +87,7 @@ class DrafterSide:
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
-        """Starts without sessions, for an engine with `num_shadows` shadows.
+        """Starts without sessions, for an engine with room for `num_shadows` shadow sequences.
 
         `engine` is a `DrafterEngine` or has the same interface. `drafter` is a random number that identifies this process.
         `most_ahead` is the maximum number of draft tokens beyond the committed text of a request.
@@ -150,7 +150,7 @@ class DrafterSide:
         return replies
 
     def forget_silent(self, now_s: float) -> None:
-        """Forgets verifiers that have been silent for `SESSION_TIMEOUT_S`, and frees their shadows."""
+        """Forgets verifiers that have been silent for `SESSION_TIMEOUT_S`, and frees their shadow sequences."""
         for session in list(self._sessions.values()):
             if now_s - session.heard_s > SESSION_TIMEOUT_S:
                 self._forget(session)
@@ -220,7 +220,10 @@ class DrafterSide:
         self._commit(session, step)
 
     def _shadows_of(self, session: _Session, requests_N: np.ndarray) -> np.ndarray:
-        """Returns the shadow of each of a session's requests, int64 [N], or `NO_SHADOW` for an unknown request."""
+        """Returns the number of each request's shadow sequence, int64 [N].
+
+        It is `NO_SHADOW` if the session has no such request.
+        """
         shadows_N = session.shadow_of_slot[requests_N & SLOT_MASK].astype(np.int64)
         is_its_N = (self._requests[shadows_N] == requests_N) & (self._session_of[shadows_N] == session.number)
         return np.where((shadows_N >= 0) & is_its_N, shadows_N, NO_SHADOW)
@@ -228,7 +231,7 @@ class DrafterSide:
     def _open(self, session: _Session, opening: Open) -> None:
         """Opens a shadow sequence for a request.
 
-        If no shadow is free, or if this drafter can never draft for the request, the next answer tells the verifier so.
+        If there is no room for it, or if this drafter can never draft for the request, the next answer tells the verifier so.
         """
         request = opening.request
         text = column(opening.tokens, np.int32)
@@ -274,9 +277,10 @@ class DrafterSide:
         session.lacking.update(rows_N["request"][is_lacking_N & ~is_strange_N].tolist())
 
     def _refuse_strange(self, session: _Session, rows_N: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Refuses requests among whose new tokens is one that the draft model does not have.
+        """Refuses requests that have a new token that the draft model does not know.
 
-        Returns which rows belong to these requests, bool [N].
+        `rows_N` are the commits of a `Step`, `COMMIT_ROW` [N], and `tokens` are the new tokens of all rows. Returns which rows
+        belong to refused requests, bool [N].
         """
         is_strange_N = np.zeros(len(rows_N), np.bool_)
         stops_N = np.cumsum(rows_N["count"])
@@ -290,7 +294,7 @@ class DrafterSide:
         return is_strange_N
 
     def _are_strange(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns for each token whether the draft model does not have it."""
+        """Returns which of `tokens` the draft model does not know, bool."""
         return (tokens < 0) | (tokens >= self.model.vocab_size)
 
     def _why_strange(self, tokens: np.ndarray) -> str:

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 GOOD_OCCUPANCY = 0.8
-"""Share of request steps for which drafts arrived in time, from which on the drafters count as fast enough. A request step is
-one request in one engine step."""
+"""Share of request steps for which drafts arrived in time. From this share on, the drafters count as fast enough. A request
+step is one request in one engine step."""
 LARGE_WASTE = 0.5
-"""Share of useless draft tokens above which a low acceptance rate counts as the bottleneck."""
+"""Share of draft tokens that were useless. Above this share, the acceptance rate counts as the bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class DrafterStats:
     num_request_steps: int = 0
     """Number of request steps, which is the number of requests summed over the engine steps that could use drafts."""
     num_supplied: int = 0
-    """Number of these request steps for which at least one draft token had arrived."""
+    """Number of request steps for which at least one draft token had arrived."""
     num_at_hand: int = 0
-    """Number of draft tokens that had arrived for these request steps. For each, at most as many are counted as the engine
-    step may verify."""
+    """Number of draft tokens that had arrived for a request step, summed over all request steps. For each, at most as many are
+    counted as the engine step may verify."""
     num_kept: int = 0
     """Number of draft tokens that arrived in time and continued the right text."""
     num_wrong: int = 0
     """Number of kept draft tokens that were dropped later, because the verifier sampled another token at their position or
     before."""
     num_late: int = 0
-    """Number of draft tokens that arrived when the verifier had already sampled the token at their position."""
+    """Number of draft tokens that arrived after the verifier had sampled the token at their position."""
     num_stale: int = 0
     """Number of draft tokens that continued another text than the request's."""
     host_s: float = 0.0

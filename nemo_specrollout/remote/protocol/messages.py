@@ -22,9 +22,9 @@ LONGEST_TEXT_BYTES = MAX_FRAME_BYTES - (2 << 20)
 """Maximum number of bytes of the text with which a request is opened. The rest of a frame is for other requests in the
 `Step`."""
 OPENED_BYTES = 1 << 20
-"""Maximum number of bytes of texts that a verifier has sent to open requests and that a drafter has not read yet. Packing and
-signing so many bytes takes a few milliseconds of an engine step. Requests beyond this limit are opened by later `Step`
-messages."""
+"""Maximum number of bytes of opening texts on the way to a drafter. An opening text is the text with which a `Step` opens a
+request, and it is on its way until the drafter has read it. Packing and signing so many bytes takes a few milliseconds of an
+engine step. Requests beyond this limit are opened by later `Step` messages."""
 MAX_STOP_TOKENS = 1024
 NO_SESSION = 0
 """Number of the session in a `Refuse` that answers an unreadable message, because the session of such a message is not known.
@@ -181,7 +181,10 @@ class Published(_Tagged, frozen=True):
 
 
 def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
-    """Returns the answer that refuses `message`, which came from a verifier or a publisher, with the reason."""
+    """Returns the message with which a drafter refuses `message`, for the given reason.
+
+    `message` came from a verifier or a publisher.
+    """
     if isinstance(message, Publish):
         return Published(message.version, reason)
     return Refuse(getattr(message, "session", NO_SESSION), reason)

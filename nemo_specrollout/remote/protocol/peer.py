@@ -15,9 +15,10 @@ ANSWER_DEADLINE_S = 2.0
 """Maximum time in seconds for which a drafter may leave a message unanswered. After failures it may take longer
 (`Peer.patience_s`)."""
 FLOOD_FACTOR = 4
-"""Number of draft tokens that a drafter may send for each one that it was asked for, before it is dropped."""
+"""Multiple of the draft tokens that a drafter was asked for. A drafter that sends more than this multiple plus
+`FLOOD_ALLOWANCE` is dropped."""
 FLOOD_ALLOWANCE = 4096
-"""Number of draft tokens that a drafter may send in addition to the limit by `FLOOD_FACTOR`."""
+"""Number of draft tokens that a drafter may send in addition to `FLOOD_FACTOR` times the number that it was asked for."""
 FIRST_PAUSE_S = 0.5
 """Seconds before a drafter that failed is greeted again. The pause doubles with each failure."""
 LONGEST_PAUSE_S = 30.0
@@ -42,7 +43,7 @@ class Peer:
     reason: str = ""
     """Reason why the drafter is not ready. Empty if it is ready, or was not tried yet."""
     last_problem: str = ""
-    """Reason of its latest failure or refusal, even if it is ready again."""
+    """Reason of the drafter's latest failure or refusal, even if it is ready again."""
     # Its latest answers (see `Welcome` and `Drafts`).
     drafter: int = 0
     max_model_len: int = 0

@@ -13,8 +13,8 @@ from nemo_specrollout.remote.protocol.draft_buffers import RINGS, new_rings, put
 from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 
 Correction = tuple[int, int, list[int]]
-"""Correction of a shadow sequence, as its number, the number of its first tokens that stay, and the tokens that follow
-these."""
+"""Correction of a shadow sequence. It has the number of the sequence, the number of tokens at its beginning that stay, and the
+tokens that follow them from now on."""
 UNCHANGED = -1
 """Outcome of a commit whose tokens the shadow sequence has drafted already, so that nothing has to be corrected."""
 LACKING = -2
@@ -104,7 +104,7 @@ class ShadowSequences:
 def _commit(shadows_N, rows_N, tokens, states, rings, most_ahead, kept_N):  # type: ignore[no-untyped-def]
     """Applies each commit to its shadow sequence, and writes the outcome to `kept_N`.
 
-    The outcome is `UNCHANGED`, `LACKING`, or the number of first tokens that stay when the sequence is corrected.
+    The outcome is `UNCHANGED`, `LACKING`, or the number of tokens at the beginning that stay when the sequence is corrected.
     """
     size = rings.shape[1]
     stop = 0

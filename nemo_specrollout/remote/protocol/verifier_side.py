@@ -78,7 +78,7 @@ class VerifierSide:
         self.num_refused = 0
         """Number of requests for which a drafter refused to draft."""
         self.refusal = ""
-        """Why a drafter refused to draft for a request, for the latest such request."""
+        """Why a drafter refused to draft for a request. It is the reason of the latest refusal."""
         stop_token_ids = [token for token in model.stop_token_ids if 0 <= token < model.vocab_size]
         self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, stop_token_ids[:MAX_STOP_TOKENS])
         self._opened: dict[int, StreamRequest] = {}

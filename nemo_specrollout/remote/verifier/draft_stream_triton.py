@@ -54,9 +54,9 @@ def align(
 ) -> None:
     """Writes up to K draft tokens of each request to `tokens_BK`, with their evidence levels and their number.
 
-    The levels go to `levels_BK` and the numbers to `found_B`. The draft tokens come from the draft stream's table `table_SX`.
-    A request gets none if the tokens that it has sampled since they were drafted differ from the first of them. Adds to
-    `counts_3`, which is `DraftStream.counts_3`.
+    The levels go to `levels_BK` and the numbers to `found_B`. `table_SX` is the draft stream's table, with tokens that were
+    drafted for an earlier, shorter text of the request. If the first of these tokens equal those that the request has sampled
+    since, the rest of them is written, and otherwise nothing. The counts in `counts_3` (`DraftStream.counts_3`) are increased.
     """
     most_ahead = (table_SX.shape[1] - draft_buffers.TOKENS) // 2
     _align[(len(slots_B),)](
