@@ -44,7 +44,8 @@ class SequenceFeatures:
     policy_version: int
     """Version of the weights that computed the features."""
     first_position: int = 0
-    """Position in the sequence of the first token of `token_ids_T`. It is 0 if the features begin where the sequence begins."""
+    """Position in the sequence of the first token of `token_ids_T`. It is 0 if the features begin where the sequence
+    begins."""
     prompt_ids_P: torch.Tensor | None = None
     """Token ids of the whole prompt, int32 [P], if the features do not begin where the sequence begins. This happens if the
     engine had the first tokens of the prompt in its KV cache. Otherwise None."""
