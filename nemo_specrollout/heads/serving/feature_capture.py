@@ -174,7 +174,7 @@ class FeatureCapture(Participant):
     def take(self) -> list[SequenceFeatures]:
         """Returns the captured features of ended requests, and of running requests the parts that are complete. Forgets them.
 
-        A part of a running request is complete if the weights have changed after it.
+        A part of a running request is complete if the weights have changed or rows are missing after it.
         """
         self._flush()
         for key in self._ended:

@@ -66,7 +66,7 @@ class _Session:
     lacking: set[int] = field(default_factory=set)
     """Numbers of the requests that the verifier has to open again."""
     refused: set[int] = field(default_factory=set)
-    """Numbers of the requests for which this drafter will not draft, and which the verifier has not been told yet."""
+    """Numbers of the requests for which this drafter will not draft, and about which the verifier has not been told yet."""
     reason: str = ""
     """Why the latest request was refused."""
     rows: list[np.ndarray] = field(default_factory=list)

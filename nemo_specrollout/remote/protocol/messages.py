@@ -157,7 +157,7 @@ class Drafts(_Tagged, frozen=True):
     refused: bytes
     """Numbers of the requests for which the drafter will never draft, as int64."""
     reason: Line
-    """Why the last request in `refused` was refused, or empty if `refused` is empty."""
+    """Reason of the latest refusal, or empty if `refused` is empty."""
 
 
 class Publish(_Tagged, frozen=True):

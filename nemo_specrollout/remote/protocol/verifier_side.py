@@ -160,14 +160,14 @@ class VerifierSide:
     def fail(self, drafter: int, reason: str, now_s: float) -> None:
         """Marks a drafter as failed, because it cannot be reached or violates the protocol.
 
-        Its requests get another drafter.
+        Its requests wait for another drafter.
         """
         if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
             self._take_all_back(drafter)
             self.peers[drafter].fail(reason, now_s)
 
     def move(self, drafter: int, why_unreachable: str = "") -> None:
-        """Notes that a drafter has a new address, and forgets its failures at the old one.
+        """Notes that a drafter has a new address. Failures at the old address no longer delay the next `Hello`.
 
         If `why_unreachable` is given, the drafter has no address for this reason, and it is not contacted until the next
         `move`.
