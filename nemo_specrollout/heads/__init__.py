@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads, with what they learn from, how they are refreshed and published, and how an engine serves them."""
+"""Draft heads, including the features that they learn from, their training and publication, and their use in an engine."""

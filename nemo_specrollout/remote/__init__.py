@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote drafters, which draft in processes of their own, and the protocol by which they talk to verifiers."""
+"""Remote drafters, and the protocol by which they talk to verifiers.
+
+A remote drafter is a draft model in a process of its own. A verifier is an engine of the policy that verifies its draft
+tokens.
+"""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts and pages about a run, which the lab's local runner or NeMo-RL has made."""
+"""Reports about a run of the lab's local runner or of NeMo-RL, with tables, charts, advice and lines for the terminal."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advises from a run's own records whether moves and races, texts of coming steps, or remote drafters would pay in it.
+"""Advises from a run's own records whether moving or racing requests, texts of coming steps, or remote drafters save time.
 
-Each of these mechanisms fills time of engines that would be idle, or takes work out of their steps. It can gain at most this
-time, which every run records. So this bound needs no knowledge of the policy or the hardware. For a mechanism that is on, the
-run's own measurements replace the bound.
+Each of these mechanisms uses time in which engines would be idle, or takes work out of their steps. A mechanism that is off
+can save at most this time. Every run records the time, so the bound needs no knowledge of the policy or the hardware. A
+mechanism that is on is judged by what the run has measured about it.
 """
 
 import math
@@ -15,15 +15,15 @@ import numpy as np
 from nemo_specrollout.reports.records import Record, Run, number, ratio_of_sums, reduced, series
 
 WORTHWHILE = 0.05
-"""Share of a rollout's seconds below which a mechanism is not advised. Rollouts of equal work differ by about as much."""
+"""Smallest share of a rollout's seconds for which a mechanism is advised. Rollouts with equal work differ by about as much."""
 DRAFT_MODELS = ("draft_model", "remote")
 """Types of drafters with weights that can run outside of the policy's engine."""
 EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
-"""Words for mechanisms that never paid in a measurement or simulation, or never paid more than their alternatives."""
+"""Words about mechanisms that have never paid in a measurement or simulation, or never more than their alternatives."""
 
 
 class Advice(NamedTuple):
-    """What is known about a mechanism in a run."""
+    """Advice on one mechanism in a run. `verdict` says in a few words whether it saves time, and `sentence` says why."""
 
     mechanism: str
     state: str
@@ -33,25 +33,25 @@ class Advice(NamedTuple):
 
 
 def advice_of(steps: Sequence[Record], block: Mapping[str, Any]) -> list[Advice]:
-    """Returns advice on each mechanism, from a run's steps and its block, or nothing if no step has `rollout_s`."""
+    """Returns advice on each mechanism, from a run's steps and its configuration `block`, or [] if no step has `rollout_s`."""
     if not math.isfinite(reduced(np.sum, series(steps, "rollout_s"))):
         return []
     return [*_moving(steps, block), *_racing(steps, block), *_ahead(steps, block), *_remote(steps, block)]
 
 
 def advice_of_run(run: Run) -> list[Advice]:
-    """Returns advice on each mechanism in a run, from its records."""
+    """Returns advice on each mechanism in a run, from the run's records."""
     return advice_of(run.steps, run.about.get("block") or {})
 
 
 def lines_of(advice: Sequence[Advice]) -> Iterator[str]:
-    """Yields a line for the terminal about each mechanism."""
+    """Yields a line for the terminal for each piece of advice."""
     for mechanism, state, verdict, sentence in advice:
         yield f"{mechanism} ({state}): {verdict}; {sentence}"
 
 
 def idle_share(steps: Sequence[Record]) -> float:
-    """Returns the share of the engines' time in which they waited for the last one to end, or NaN with one engine."""
+    """Returns the share of the engines' time in which they waited for the last engine to end, or NaN with one engine."""
     shared = [step for step in steps if math.isfinite(number(step, "engine_idle_share"))]
     seconds = series(shared, "rollout_s")
     return reduced(np.sum, series(shared, "engine_idle_share") * seconds) / reduced(np.sum, seconds)
@@ -63,13 +63,16 @@ def _is_on(block: Mapping[str, Any], name: str) -> bool:
 
 
 def _bound(share: float, what: str) -> tuple[str, str]:
-    """Returns verdict and sentence for a mechanism that is off and can save at most a share of the rollout."""
+    """Returns verdict and sentence for a mechanism that is off and can save at most `share` of a rollout.
+
+    `what` is the beginning of the sentence, which says what this share is.
+    """
     verdict = "may pay" if share >= WORTHWHILE else "would not pay"
     return verdict, f"{what} {share:.0%} of a rollout"
 
 
 def _judged(saved_s: float, seconds: float) -> tuple[str, str]:
-    """Returns verdict and sentence for a mechanism that is on and has saved `saved_s` in rollouts of `seconds`."""
+    """Returns verdict and sentence for a mechanism that is on and has saved `saved_s` in rollouts that took `seconds`."""
     if saved_s <= 0.0:
         return "does not pay", f"made rollouts {-saved_s / max(seconds, 1e-9):.0%} longer"
     share = saved_s / (seconds + saved_s)
@@ -128,7 +131,11 @@ def _ahead(steps: Sequence[Record], block: Mapping[str, Any]) -> Iterator[Advice
 
 
 def _order(steps: Sequence[Record]) -> str:
-    """Returns a phrase about the worth of an idle engine's second, and the moves left out for it, or "" if not known."""
+    """Returns words that compare two uses of an idle engine, which are work on coming steps and help for stragglers.
+
+    They say how many seconds a second of work on coming steps saved later, and how many moves and races were left out for it.
+    The result is "" if the run has not measured this.
+    """
     worth = reduced(np.mean, series(steps, "tail.early_worth"))
     if not math.isfinite(worth):
         return ""

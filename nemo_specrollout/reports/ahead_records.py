@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of texts that were made ahead (`run_ahead`) for the records of a step (docs/reference/metrics.md)."""
+"""Figures about texts that were made ahead (`run_ahead`), for the record of a step (docs/reference/metrics.md).
+
+A text is made ahead when an engine decodes a request of a coming step with the weights that it has now. The text is then used
+as drafts in its own step.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
-    """Returns the numbers of tokens that were in flight for the following steps when the current step's weights arrived.
+    """Returns how many tokens had been made ahead for each following step when the current step's weights arrived.
 
-    `in_flight` has such a number for each step, from the current one on. The next step has the key `ahead_tokens_2`, because
-    its texts will be two updates away from the weights that made the first of them.
+    `in_flight` has this number for each step, from the current one on. The result leaves out the current step. The next step
+    has the key `ahead_tokens_2`, because its first texts were made two updates before it.
     """
     return {f"ahead_tokens_{k}": float(tokens) for k, tokens in enumerate(in_flight, 1) if k > 1}
 
 
 def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
-    """Returns how much of a step's texts was right, and where they parted from the responses, or nothing without texts.
+    """Returns how much of the texts made ahead for a step was right, and how many of them parted from the responses.
 
-    `kept` has the counts of `KeptCounts` (run_ahead/texts.py) by name.
+    A text parts from its response at the first token that differs. `kept` has the counts of `KeptCounts` (run_ahead/texts.py)
+    by name. The result is empty if there were no texts.
     """
     num_texts, num_flips = kept["num_texts"], kept["num_flips"]
     if not num_texts:
@@ -34,9 +39,9 @@ def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
 def saved_figures(figures: Mapping[str, float], acceptance: Mapping[str, Any]) -> dict[str, float]:
     """Returns the estimated seconds that texts made ahead have saved in a rollout, or nothing if that is not known.
 
-    The time that all drafts have saved is divided among the drafters in proportion to their accepted drafts. The drafter of
-    these texts is `ahead`. `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` its counts by
-    drafter.
+    The time that all drafts have saved is divided among the drafters in proportion to their accepted draft tokens. The drafter
+    `ahead` proposes the texts made ahead. `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` has
+    its counts by drafter.
     """
     accepted = {name: sum(counts["accepted"]) for name, counts in acceptance.items()}
     if "plain_estimate_s" not in figures or not accepted.get("ahead"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The charts of a run as SVG text, and its picture as a PNG file. Panels without any number are left out."""
+"""The charts of a run as SVG texts, and its picture as a PNG file. A panel for which the run has no number is left out."""
 
 import io
 import math
@@ -26,14 +26,15 @@ from nemo_specrollout.storage.files import replacing_file
 DPI = 150
 PANELS_IN_ROW, MAX_PANELS = 3, 6
 HALF = (4.4, 2.5)
+"""Size of a chart with one panel, in inches."""
 WHOLE = (9.0, 2.4)
-"""Sizes of charts with one and with two panels, in inches."""
+"""Size of a chart with two panels, in inches."""
 Draw = Callable[[Axes, Any], None]
-"""Function that draws data into a pair of axes."""
+"""Function that draws data into a pair of matplotlib axes."""
 CHARTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-"""Charts in the order of the page, as a map from the title to the names of panels and how to read them."""
+"""Charts in the order of the page. Each title has the names of the chart's panels and a text that says how to read it."""
 PICTURE = ("reward", "speedup", "time", "tokens", "acceptance", "gap")
-"""Panels of the picture, the most important first."""
+"""Names of the picture's panels, the most important first."""
 LINE_PANELS = {
     "seconds": LinePanel(
         "Seconds of a rollout",
@@ -108,7 +109,7 @@ STALENESS = LinePanel(
 
 
 def panels_of(run: Run) -> dict[str, Draw]:
-    """Returns the panels for which the run has numbers, by name."""
+    """Returns by name the functions that draw panels, for all panels for which the run has numbers."""
     totals = acceptance_totals(run.steps)
     lines = [
         (name, partial(accepted_shares, drafters=(name,)), panels.drafter_colour(i)) for i, name in enumerate(totals)
@@ -129,7 +130,10 @@ def panels_of(run: Run) -> dict[str, Draw]:
 
 
 def charts_of(run: Run) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields title, SVG, explanation, and whether it is as wide as the page, for each chart in the order of the page."""
+    """Yields for each chart its title, its SVG, a text that says how to read it, and whether it is as wide as the page.
+
+    The charts come in the order of the page.
+    """
     drawn = panels_of(run)
     for title, chart in CHARTS.items():
         shown = [drawn[name] for name in chart["panels"] if name in drawn]
@@ -146,7 +150,7 @@ def style() -> Any:
 
 
 def svg_of(figure: Figure, title: str) -> str:
-    """Returns a figure as SVG. All ids start with the letters of `title`, so that several charts can share a page."""
+    """Returns a figure as SVG. All ids begin with the letters of `title`, so that several charts can be on one page."""
     name = "".join(letter for letter in title.lower() if letter.isalpha())
     buffer = io.StringIO()
     metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -157,7 +161,10 @@ def svg_of(figure: Figure, title: str) -> str:
 
 
 def save_picture(run: Run, path: Path, extra: Sequence[tuple[Draw, Any]] = ()) -> None:
-    """Writes the run as one PNG of at most two rows, 1200 x 420 pixels each. `extra` panels follow the first two."""
+    """Writes a picture of the run as one PNG file of at most two rows of panels. A row is 1200 x 420 pixels.
+
+    `extra` are further panels, which follow the first two.
+    """
     drawn = panels_of(run) if run.steps else {}
     drawings: list[tuple[Draw, Any]] = [(drawn[name], run.steps) for name in PICTURE if name in drawn]
     drawings = [*drawings[:2], *extra, *drawings[2:]][:MAX_PANELS]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what `launch` and Slurm have left about a run's jobs in its run directory. Slurm itself is never asked."""
+"""Reads what the command `launch` and Slurm have written about a run's jobs into its run directory.
+
+Slurm itself is never asked.
+"""
 
 import re
 import time
@@ -12,31 +15,32 @@ from nemo_specrollout.storage.files import read_regular
 from nemo_specrollout.storage.text_files import parse_json
 
 SUBMISSIONS = "submissions.jsonl"
-"""The file of a run directory with a line for each job, which `launch` writes."""
+"""Name of the file in a run directory to which `launch` adds a line for each job."""
 ALL_DONE = "nemo-specrollout: all steps are done"
-"""What a job's script prints if nothing is left to do (`cli/job.sh.template`)."""
+"""Line that a job's script prints if nothing is left to do (`cli/job.sh.template`)."""
 _MOST_OUTPUT_BYTES = 16 << 20
 _END = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?: (DUE TO [^*]*?))? \*\*\*")
-"""Line of slurmstepd in a job's output. Its time is the node's, without a time zone."""
+"""Pattern of the line that slurmstepd writes to a job's output when it ends the job. Its time has no time zone and is that of
+the node."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a run, according to the files of its run directory."""
+    """A Slurm job of a run, as far as the files of the run directory tell."""
 
     id: str
     submitted: str = ""
-    """When `launch` submitted it, or empty if that is not recorded."""
+    """Time at which `launch` submitted the job, or empty if it is not recorded."""
     has_begun: bool = False
-    """Whether Slurm has created the file for its output."""
+    """True if Slurm has created the file for the job's output."""
     is_passed: bool = False
-    """Whether a later job has begun. The jobs of a run begin in their order, unless one is held or cancelled."""
+    """True if a later job of the run has begun. The jobs begin in order, unless one is held or cancelled."""
     found_all_done: bool = False
-    """Whether it had nothing to do, because all steps were made before."""
+    """True if the job had nothing to do, because all steps had been made before."""
 
     @property
     def state(self) -> str:
-        """Description of the state of a job in which no driver has started."""
+        """Words about the state of a job whose driver has recorded nothing."""
         if self.found_all_done:
             return "had nothing to do, because all steps were made"
         if self.has_begun:
@@ -49,24 +53,27 @@ class Job:
 
 @dataclass(frozen=True)
 class End:
-    """Why and when Slurm ended a job, according to the job's output."""
+    """When and why Slurm ended a job, as the job's output says."""
 
     at_s: float
     """Time in whole seconds since 1970."""
     reason: str
-    """Slurm's words, such as "DUE TO TIME LIMIT", or "CANCELLED" if it gives none."""
+    """Slurm's words, such as "DUE TO TIME LIMIT", or "CANCELLED" if Slurm gave no reason."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The jobs of a run in the order of their submission, and how Slurm ended them, by the job's id."""
+    """The Slurm jobs of a run in the order of their submission.
+
+    `ends` says why and when Slurm ended a job, by the job's id. A job that was requeued may have several ends.
+    """
 
     jobs: Sequence[Job] = ()
     ends: Mapping[str, Sequence[End]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, run: Path) -> "Launch":
-        """Reads a run directory. Missing or damaged files are ignored."""
+        """Reads the files in the run directory `run`. Files that are missing or damaged are ignored."""
         submitted = _submissions(run / SUBMISSIONS)
         outputs = {path.stem: path for path in (run / "slurm").glob("*.out") if path.stem.isdecimal()}
         texts = {job: _text(path) for job, path in outputs.items()}
@@ -81,7 +88,7 @@ class Launch:
 
 
 def _submissions(path: Path) -> dict[str, str]:
-    """Returns the time of submission by the job's id. Incomplete lines are ignored."""
+    """Returns the time at which each job was submitted, by the job's id. Incomplete lines of the file are ignored."""
     found = {}
     for line in _text(path).splitlines():
         with suppress(ValueError):
@@ -102,7 +109,7 @@ def _ends(job: str, text: str) -> list[End]:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a file, or nothing if it cannot be read."""
+    """Returns the text of a file, or "" if it cannot be read."""
     try:
         return read_regular(path, _MOST_OUTPUT_BYTES).decode("utf-8", errors="replace")
     except OSError:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that a run records, with name, unit, meaning and the runs that have them, as docs/reference/metrics.md shows.
+"""The figures that a run records, with name, unit, meaning and the kinds of runs that record them.
 
-A name with a dot is a key of an object in a step's line of `metrics.jsonl`, such as `tail.moves`. A word in angle brackets
-stands for the name of a drafter, or for a number. Meanings are Markdown, in which a file below docs becomes a link.
+The page docs/reference/metrics.md is written from this table. A name with a dot is a key of an object in a step's line of
+`metrics.jsonl`, such as `tail.moves`. A word in angle brackets stands for the name of a drafter, or for a number. Meanings are
+Markdown, in which a file below docs becomes a link.
 """
 
 from collections.abc import Mapping
@@ -12,18 +13,18 @@ BOTH = "both"
 LAB = "lab"
 NEMO_RL = "NeMo-RL"
 LOGGER = "logger"
-"""Only in NeMo-RL's logger, and not in `metrics.jsonl`."""
+"""Mark of a figure that is only in NeMo-RL's logger, and not in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run."""
+    """A figure that runs record."""
 
     name: str
     unit: str
     meaning: str
     runs: str = BOTH
-    """The runs that record it: BOTH, LAB, NEMO_RL or LOGGER."""
+    """Kinds of runs that record the figure, which is BOTH, LAB, NEMO_RL or LOGGER."""
 
 
 _STEP = (
@@ -359,7 +360,7 @@ SAMPLE = (
     Metric("won_by", "", "The engine that ended the sample, if there are several.", LAB),
     Metric("workers", "", "All engines that had the sample.", LAB),
 )
-"""The figures of a sample, in `samples.jsonl`."""
+"""The figures of a sample, which are in `samples.jsonl`."""
 SUMMARY = (
     Metric("steps", "steps", "The finished steps, earlier sessions included."),
     Metric("speedup_estimate", "ratio", "The sum of `plain_estimate_s` over the sum of `rollout_s`."),
@@ -392,4 +393,4 @@ SUMMARY = (
     Metric("wall_s", "s", "The time of this session.", LAB),
     Metric("completed", "true or false", "Whether all steps were made.", LAB),
 )
-"""The figures of a whole run, in `summary.json`."""
+"""The figures of a whole run, which are in `summary.json`."""

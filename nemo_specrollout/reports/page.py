@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of report pages, such as cards, charts and tables. All texts are escaped here. `page.html.template` has the style."""
+"""Parts of report pages as HTML, such as cards, charts and tables. `page.html.template` has the style.
+
+The functions escape their texts, except where they say that an argument is HTML.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,12 +25,12 @@ def page(title: str, status: str, parts: Iterable[str]) -> str:
 
 
 def grid(kind: str, parts: Iterable[str]) -> str:
-    """Returns cards or charts in rows. `kind` is "cards" or "charts"."""
+    """Returns HTML that shows cards or charts side by side in rows. `kind` is "cards" or "charts"."""
     return f'<div class="{kind}">{"".join(parts)}</div>'
 
 
 def card(title: str, value: str, note: str, kind: str = "") -> str:
-    """Returns a card with a value and a note. `kind` is "good", "bad" or empty."""
+    """Returns the HTML of a card with a title, a value and a note. `kind` is "good", "bad" or empty."""
     title = escape(title)
     value = escape(value)
     note = escape(note)
@@ -35,13 +38,16 @@ def card(title: str, value: str, note: str, kind: str = "") -> str:
 
 
 def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
-    """Returns a section that lists steps, each with a sentence, or "" if there are none. `kind` is "alarms" or empty."""
+    """Returns a section that lists steps with a sentence for each, or "" without steps. `kind` is "alarms" or empty."""
     items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in of)
     return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>' if items else ""
 
 
 def chart(title: str, svg: str, how_to_read: str, is_wide: bool = True) -> str:
-    """Returns a section with a chart, which is as wide as the page or half of it."""
+    """Returns a section with a chart and a text that says how to read it.
+
+    The chart is as wide as the page if `is_wide` is true, and half as wide otherwise.
+    """
     label = escape(title)
     kind = "wide" if is_wide else ""
     drawing = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
@@ -49,7 +55,10 @@ def chart(title: str, svg: str, how_to_read: str, is_wide: bool = True) -> str:
 
 
 def table(title: str, columns: Mapping[str, tuple[str, str]], steps: Sequence[Record], is_bad: IsBad) -> str:
-    """Returns a table with a row for each step. `columns` maps headings (HTML) to a key of the step and a format."""
+    """Returns a table with a row for each step. `columns` maps each heading (HTML) to a key of the step and a number format.
+
+    Cells for which `is_bad` is true are marked.
+    """
     head = "".join(f"<th>{heading}</th>" for heading in columns)
     rows = "".join(f"<tr>{''.join(_cell(step, *column, is_bad) for column in columns.values())}</tr>" for step in steps)
     return (
@@ -87,14 +96,14 @@ def _cell(step: Record, key: str, spec: str, is_bad: IsBad) -> str:
 
 
 def in_digits(value: float, spec: str, unit: str = "") -> str:
-    """Returns a number in its format, with its unit, or a dash for NaN."""
+    """Returns a number in the format `spec` with its unit, or a dash for NaN and infinity."""
     if not math.isfinite(value):
         return NONE
     return format(int(value) if spec.endswith("d") else value, spec) + unit
 
 
 def folded(summary: str, text: str) -> str:
-    """Returns a section that shows `summary` until a reader opens it to see `text`."""
+    """Returns a section that shows only `summary` until the reader opens it and sees `text` too."""
     return f"<section><details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details></section>"
 
 

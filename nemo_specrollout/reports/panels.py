@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Panels of charts. Each `draw_` function and each `LinePanel` draws one pair of axes with a value for each step.
+"""Panels of charts, where a panel is one pair of axes. Each `draw_` function and each `LinePanel` draws one panel.
 
-The palette is that of Okabe and Ito, which colour-blind readers can also distinguish. A NaN is a gap in its line.
+Most panels have a value for each step. The palette is that of Okabe and Ito, which colour-blind readers can also distinguish.
+A NaN is a gap in its line.
 """
 
 import math
@@ -29,7 +30,8 @@ PHASE_COLOURS = {
     "checkpoint": GREEN,
     "other": PALE,
 }
-"""Colours of the phases of a step in the order of the stack, and of the rest of the step."""
+"""Colours of the phases of a step from the bottom of the stack to its top. `other` is the time of a step outside of all
+phases."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 8.5,
@@ -59,11 +61,11 @@ STYLE: dict[Any, Any] = {
 FLOOR = 1e-9
 """Height at which a log axis draws a zero."""
 MAX_COUNT_LABELS = 16
-"""Maximum number of draft positions that get a label with their number of proposals."""
+"""Maximum number of draft positions with a label that says how many draft tokens were proposed there."""
 MAX_MARKERS = 40
 """Maximum number of steps for which a line has a marker at each step."""
 MAX_BARS = 120
-"""Maximum number of steps for which the phases of a step are drawn as bars."""
+"""Maximum number of steps for which the phases of a step are drawn as bars. For more, they are drawn as areas."""
 DASHES = (0, (4, 3))
 Values = str | Callable[[Sequence[Record]], np.ndarray]
 """Key of a step, or a function that returns a value for each step."""
@@ -71,27 +73,27 @@ Values = str | Callable[[Sequence[Record]], np.ndarray]
 
 @dataclass(frozen=True)
 class LinePanel:
-    """Draws lines over the steps, each with its label at its end."""
+    """A panel with lines over the steps. Each line has its label at its right end."""
 
     title: str
     lines: Sequence[tuple[str, Values, str]]
-    """Label, values and colour of each line. A label may contain the line's {total}."""
+    """Label, values and colour of each line. A label may contain {total}, which stands for the sum of the line's values."""
     is_from_zero: bool = True
     """True if the y axis begins at 0, unless it is logarithmic."""
     level: float | None = None
-    """Value of a grey line across the panel."""
+    """Height of a grey horizontal line, or None for no such line."""
     alarm: float = math.nan
-    """Value of a dashed red line, which is the bound of an alarm."""
+    """Height of a dashed red horizontal line at the bound of an alarm, or NaN for no such line."""
     is_share: bool = False
-    """True if the values are shares of a whole, shown in per cent."""
+    """True if the values are shares of a whole, which are shown in per cent."""
     is_count: bool = False
     is_log: bool = False
-    """True if the y axis is logarithmic. Zeros are drawn at its lower end."""
+    """True if the y axis is logarithmic. Zeros are then drawn at its lower end."""
     is_filled: bool = False
     """True if the area between the first two lines is filled."""
 
     def largest(self, steps: Sequence[Record]) -> float:
-        """Returns the largest value of all lines, or NaN if there is none."""
+        """Returns the largest value of all lines over `steps`, or NaN if there is none."""
         return reduced(np.max, np.concatenate([_values(steps, values) for _, values, _ in self.lines]))
 
     def __call__(self, ax: Axes, steps: Sequence[Record]) -> None:
@@ -170,7 +172,7 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
-    """Stacks the seconds of each step's phases, as bars or, if there are many steps, as areas."""
+    """Draws the seconds of each step's phases on top of each other, as bars or, if there are many steps, as areas."""
     over_steps(ax, steps, "Seconds of a step")
     at = series(steps, "step")
     base = np.zeros(len(steps))
@@ -190,7 +192,7 @@ def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
-    """Draws the speedup of each rollout over its plain estimate, and the speedup of all rollouts together."""
+    """Draws the speedup of each rollout over plain decoding, by estimate, and the speedup of all rollouts together."""
     over_steps(ax, steps, "Rollout speedup, by estimate (x)")
     ratios = series(steps, "speedup_estimate")
     overall = ratio_of_sums(steps, "plain_estimate_s", "rollout_s")
@@ -234,7 +236,10 @@ def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]
 
 
 def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
-    """Sets title and x axis of a panel with a value for each step. A dotted line separates the steps of two starts."""
+    """Sets the title and the x axis of a panel with a value for each step.
+
+    Where the steps of another start of the run begin, it draws a dotted line.
+    """
     at = series(steps, "step")
     ax.set(title=title, xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
@@ -245,7 +250,7 @@ def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
 
 
 def line_format(steps: Sequence[Record]) -> str:
-    """Returns the format of a line, with markers if there are only a few steps."""
+    """Returns matplotlib's format of a line over `steps`, which has markers if there are only a few steps."""
     return "o-" if len(steps) <= MAX_MARKERS else "-"
 
 
@@ -269,12 +274,12 @@ def light(colour: str) -> str:
 
 
 def dark(colour: str) -> str:
-    """Returns a darker colour for text, which needs more contrast than a filled shape."""
+    """Returns a darker shade of a colour for text, which needs more contrast than a filled shape."""
     return to_hex(tuple(0.75 * c for c in to_rgb(colour)))  # type: ignore[arg-type]
 
 
 def in_short(count: int) -> str:
-    """Returns a count in three digits, such as `12.3k`."""
+    """Returns a count with at most three digits, such as `12.3k`."""
     if count < 1000:
         return str(count)
     if count < 999_500:

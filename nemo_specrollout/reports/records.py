@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the records of a run that the lab or NeMo-RL has made, and computes figures of the whole run.
+"""Reads the records of a run of the lab or of NeMo-RL, and computes figures of the whole run.
 
-The folder of a run has `run.json`, which says how the run was made, and `metrics.jsonl`, in which each line is a step. A
-number that is missing, null or not finite becomes NaN, so that an unfinished run can be shown.
+The folder of a run has `run.json`, which says how the run was made, and `metrics.jsonl`, which has a line for each step. A
+number that is missing, null or not finite is read as NaN, so that an unfinished run can be shown.
 """
 
 import math
@@ -22,37 +22,39 @@ from nemo_specrollout.storage.text_files import parse_json, whole_number
 
 Record = Mapping[str, Any]
 FORMAT = 1
-"""Version of the format of the records, which `run.json` has as `records`."""
+"""Version of the format of the records, which `run.json` has under the key `records`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 HISTORY = "history"
-"""Key of a step with what the engines' history of responses held and has done since the start (`learned.history`)."""
+"""Key in a step's record with counts of the engines' history of earlier responses since the start (`learned.history`)."""
 BEGAN = "began"
-"""Key of a step with sentences about what engines began with when they started (`learned.warm_start`)."""
+"""Key in a step's record with sentences that say which learned state the engines had when they started
+(`learned.warm_start`)."""
 AUDITS = "audit.json"
 """File with the results of `nemo-specrollout audit`."""
 PREFIX = "specrollout/"
-"""Prefix of our metrics in NeMo-RL's logger."""
+"""Prefix of the names of this package's metrics in NeMo-RL's logger."""
 FOLDER = "specrollout"
-"""Folder of our records in NeMo-RL's log folder."""
+"""Name of the folder in NeMo-RL's log folder with the records of this package."""
 PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "checkpoint")
-"""Phases of a step in their order. Each one is recorded as `<phase>_s`."""
+"""Phases of a step in the order in which they run. The seconds of a phase are recorded as `<phase>_s`."""
 _KINDS: tuple[tuple[str, type, str], ...] = (
     ("alarms", list, "a list of sentences"),
     (BEGAN, list, "a list of sentences"),
     *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail", HISTORY)),
 )
-"""Keys of a step whose values have an inner structure that the report reads, with their types."""
+"""Keys of a step whose values are lists or objects, with the type that the report expects and its name in an error."""
 _MOST_STEPS = 1 << 53
-"""Bound up to which a float can represent every whole number. A larger number in a record means damage."""
+"""Largest number of a step or a count. Above it, a float cannot represent every whole number, and a record with a larger
+number is damaged."""
 _LARGEST = 1e300
-"""Largest number that is drawn or added up. A larger one in a record counts as missing."""
+"""Largest number that is drawn or added up. A larger number in a record counts as missing."""
 _COUNTS = ("tokens_checked", "tokens_equal", "deaths", "seeds_derived")
 _TAIL_COUNTS = ("moves", "races", "won_by_racer", "deaths", "diverged")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Records of a run. `steps` may be empty, because a run may be killed at any time."""
+    """The records of a run. `steps` may be empty, because a run may be killed at any time."""
 
     folder: Path
     about: Record
@@ -62,38 +64,39 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Reads the records of one start in a folder. Raises ConfigError for a line that is no record of a step."""
+        """Returns the records in `folder`, which one start of a run has written. Raises ConfigError for a damaged line."""
         steps = [step | _shares(step) for step in read_steps(folder)]
         return cls(folder, read_object_or_nothing(folder / RUN), steps, read_object_or_nothing(folder / SUMMARY))
 
     @property
     def alarm_bound(self) -> float:
-        """`logprob_gap_alarm` of the block in nats per token, or NaN if it is not known."""
+        """Log-prob gap above which an alarm is raised, in nats per token (`logprob_gap_alarm`), or NaN if it is not known."""
         return number(self.about, "block.logprob_gap_alarm")
 
     @property
     def alarms(self) -> list[tuple[Any, str]]:
-        """Step and sentence of every alarm."""
+        """All alarms, as pairs of a step's number and a sentence."""
         return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get("alarms") or ()]
 
     @property
     def began(self) -> list[tuple[Any, str]]:
-        """Step and sentence about what engines began with, for every step in which an engine has started."""
+        """All sentences about what engines had learned when they started, as pairs of a step's number and a sentence."""
         return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get(BEGAN) or ()]
 
     def has(self, key: str) -> bool:
-        """Returns whether a step has a number at `key`."""
+        """Returns whether at least one step has a finite number at `key`."""
         return bool(np.isfinite(series(self.steps, key)).any())
 
     def mean(self, key: str) -> float:
-        """Returns the mean over the steps that have a number at `key`, or NaN."""
+        """Returns the mean of the numbers at `key` over the steps that have one, or NaN if none has."""
         return reduced(np.mean, series(self.steps, key))
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Returns the last record of each step of a run, in order. Incomplete lines and keys with null are left out.
+    """Returns the last record of each step in a run's folder, in the order of the steps.
 
-    Raises ConfigError with file, line and key if a value whose structure the report reads has another type.
+    Incomplete lines, and keys whose value is null, are left out. Raises ConfigError with file, line and key if a value has
+    another type than the report expects.
     """
     steps = list[dict[str, Any]]()
     for where, line in _lines_by_step(folder / METRICS).values():
@@ -104,12 +107,15 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the last record of each step in a JSON-lines file, or none without a file. Incomplete lines are skipped."""
+    """Returns the last record of each step in a JSON-lines file. Incomplete lines are skipped.
+
+    If there is no file, the list is empty.
+    """
     return [record for _, record in _lines_by_step(path).values()]
 
 
 def _lines_by_step(path: Path) -> dict[int, tuple[str, dict[str, Any]]]:
-    """Returns the place, "FILE, line N", and the content of each step's last line, in the order of the steps."""
+    """Returns the place ("FILE, line N") and the content of the last line of each step, in the order of the steps."""
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for line_number, line in enumerate(decoded(path).split("\n") if path.is_file() else [], 1):
         try:
@@ -123,12 +129,12 @@ def _lines_by_step(path: Path) -> dict[int, tuple[str, dict[str, Any]]]:
 
 
 def decoded(path: Path) -> str:
-    """Returns the text of a file without its byte-order mark. What is not UTF-8 becomes a replacement character."""
+    """Returns the text of a file without a byte-order mark. Bytes that are not UTF-8 become replacement characters."""
     return read_regular(path).decode("utf-8-sig", errors="replace")
 
 
 def _check_step(step: Record, where: str) -> None:
-    """Raises ConfigError with line and key if a value whose structure the report reads has another type."""
+    """Raises ConfigError with the place `where` and the key if a value of a step has another type than the report expects."""
     for key, kind, name in _KINDS:
         if not isinstance(step.get(key, kind()), kind):
             raise _damage(where, key, step[key], name)
@@ -162,7 +168,7 @@ def read_object_or_nothing(path: Path) -> Record:
 
 @contextmanager
 def naming_damage(place: Path) -> Iterator[None]:
-    """Turns errors from damaged records in `place`, a folder or a file, into a ConfigError."""
+    """Turns an error that damaged records cause into a ConfigError with `place`, which is their folder or file."""
     try:
         yield
     except ConfigError:
@@ -175,7 +181,10 @@ def naming_damage(place: Path) -> Iterator[None]:
 
 
 def _shares(step: Record) -> dict[str, float]:
-    """Returns a step's seconds outside of all phases, and the share of generation, or nothing if its time is not known."""
+    """Returns the seconds of a step that belong to no phase, and the share of its time that generation took.
+
+    The result is empty if the step's time is not known.
+    """
     step_s = number(step, "step_s")
     if not step_s > 0:
         return {}
@@ -184,7 +193,7 @@ def _shares(step: Record) -> dict[str, float]:
 
 
 def number(record: Record, key: str) -> float:
-    """Returns the number at a dotted `key`, or NaN."""
+    """Returns the number at `key` of a record, or NaN. A dot in `key` leads into a nested object, as in `tail.moves`."""
     value: Any = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -194,18 +203,18 @@ def number(record: Record, key: str) -> float:
 
 
 def series(records: Sequence[Record], key: str) -> np.ndarray:
-    """Returns `number` of every record, float64."""
+    """Returns the number at `key` of each record, or NaN where there is none, float64."""
     return np.array([number(r, key) for r in records], float)
 
 
 def reduced(how: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
-    """Returns a sum, mean or maximum of the finite values, or NaN if there are none."""
+    """Applies `how`, such as a sum, a mean or a maximum, to the finite values. Returns NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(how(known)) if len(known) else math.nan
 
 
 def ratio_of_sums(steps: Sequence[Record], above: str, below: str) -> float:
-    """Returns the ratio of two keys, each summed over the steps that have both, or NaN."""
+    """Returns the sum of the key `above` divided by the sum of the key `below`, over the steps that have both, or NaN."""
     values_above = series(steps, above)
     values_below = series(steps, below)
     has_both = np.isfinite(values_above) & np.isfinite(values_below)
@@ -214,7 +223,7 @@ def ratio_of_sums(steps: Sequence[Record], above: str, below: str) -> float:
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers as text, such as "1-4, 8"."""
+    """Returns ascending numbers as a text of ranges, such as "1-4, 8"."""
     ranges = list[list[int]]()
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -225,15 +234,15 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def reward_window(num_steps: int) -> int:
-    """Returns the number of steps over which rewards are averaged, which is a fifth of the run.
+    """Returns the number of steps over which the report averages rewards, which is a fifth of the run's steps.
 
-    Rewards are averaged because steps have different problems.
+    A single step is no measure of progress, because steps have different problems.
     """
     return max(1, num_steps // 5)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean of each value and the `window - 1` values before it, or NaN if one of them is missing."""
+    """Returns for each value the mean of this value and the `window - 1` values before it, or NaN if one is missing."""
     means = np.full(len(values), math.nan)
     if len(values) >= window:
         means[window - 1 :] = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
@@ -241,7 +250,10 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns proposed and accepted draft tokens by position, int64, summed over steps, for each drafter with proposals."""
+    """Returns for each drafter the numbers of proposed and of accepted draft tokens by position, summed over steps.
+
+    Both are int64 arrays. Drafters and positions without proposed draft tokens are left out.
+    """
     proposed: dict[str, np.ndarray] = {}
     accepted: dict[str, np.ndarray] = {}
     none_K = np.zeros(0, np.int64)
@@ -258,14 +270,17 @@ def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np
 
 
 def _sum_by_position(total_K: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """Returns the sum of counts by position, int64, where either may have fewer positions."""
+    """Returns the sum of two sequences of counts by position, int64. They may have different lengths."""
     counts_K = np.array(counts, np.int64)
     width = max(len(total_K), len(counts_K))
     return np.pad(total_K, (0, width - len(total_K))) + np.pad(counts_K, (0, width - len(counts_K)))
 
 
 def accepted_shares(steps: Sequence[Record], drafters: Collection[str]) -> np.ndarray:
-    """Returns the acceptance rate of some drafters together in each step, or NaN if no draft was verified."""
+    """Returns the acceptance rate of some drafters together, for each step, float64.
+
+    It is the share of accepted tokens among all verified draft tokens of `drafters`, or NaN in a step without any.
+    """
     shares = []
     for step in steps:
         counts = [c for name, c in (step.get("acceptance") or {}).items() if name in drafters]
@@ -275,14 +290,16 @@ def accepted_shares(steps: Sequence[Record], drafters: Collection[str]) -> np.nd
 
 
 def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
-    """Returns step and `draft_refresh` of each step after which a head was trained."""
+    """Returns pairs of the step's number and its entry `draft_refresh`, for each step after which a draft head was trained."""
     return [(s["step"], s["draft_refresh"]) for s in steps if number(s, "draft_refresh.refresh_s") >= 0]
 
 
 def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[str, float]:
-    """Returns by how many steps the policies that began `samples` lag behind `policy_version`, which is trained on them.
+    """Returns metrics about the age of the weights with which `samples` were begun.
 
-    The result also counts the samples that got new weights. `samples` belong to one line of `samples.jsonl`.
+    `policy_version` is the version that is trained on them. The metrics are the mean and the maximum number of steps by which
+    the weights are older than this version, and the number of samples during which the weights changed. `samples` belong to
+    one line of `samples.jsonl`. The result is empty if no sample has its policy versions.
     """
     spans = [sample["policy_spans"] for sample in samples if sample and sample.get("policy_spans")]
     lags = [policy_version - min(version for version, _ in sample_spans) for sample_spans in spans]
@@ -296,20 +313,22 @@ def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[st
 
 
 LEAST_KEPT = 0.1
-"""Share of right tokens among those made ahead below which `run_ahead` saves little."""
+"""Share of right tokens among those that were made ahead. If it is lower, `run_ahead` saves little time, and an alarm says
+so."""
 
 
 def ahead_figures(num_made: int, num_kept: int, num_tokens: int, seconds: float) -> dict[str, float]:
     """Returns the metrics of a step for which engines made `num_made` tokens ahead in `seconds`.
 
-    The responses with such a text have `num_tokens` tokens, of which `num_kept` are in common prefixes with it.
+    `num_tokens` is the number of tokens of the responses for which there were texts made ahead. Of these tokens, `num_kept`
+    lie before the first difference between the response and its text.
     """
     kept = {"ahead_kept": num_kept / max(num_tokens, 1)} if num_made else {}
     return {"ahead_tokens": float(num_made), "ahead_s": seconds, **kept}
 
 
 def ahead_alarms(num_made: int, num_kept: int) -> list[str]:
-    """Returns a list with a sentence if the weights change too much for texts made ahead, and otherwise an empty list."""
+    """Returns a list with one sentence if updates change the policy so much that texts made ahead are rarely right, or []."""
     if num_kept >= LEAST_KEPT * num_made:
         return []
     share = f"{num_kept / num_made:.0%} of {num_made:,} tokens that were made ahead were right"
@@ -317,7 +336,7 @@ def ahead_alarms(num_made: int, num_kept: int) -> list[str]:
 
 
 def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns the summary of a run's steps (docs/reference/metrics.md has every key). A ratio without counts is None."""
+    """Returns the summary of a run's steps, whose keys docs/reference/metrics.md explains. A ratio without counts is None."""
     if not steps:
         return {"steps": 0}
     rewards = series(steps, "reward")
@@ -339,7 +358,10 @@ def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _head_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns the refreshes and published heads of a run, and the seconds of refreshes with their share of the run."""
+    """Returns how many refreshes a run had, how many heads it published, and how much time the refreshes took.
+
+    The result is empty for a run without a trained draft head.
+    """
     if not any("draft_refresh" in step for step in steps):
         return {}
     trained = refreshes(steps)
@@ -354,7 +376,10 @@ def _head_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns what moves and races did, or nothing for a run with one engine. `tail_saved_s` is None without an estimate."""
+    """Returns figures about requests that moved or were raced, or nothing for a run with one engine.
+
+    `tail_saved_s` is None if no step has an estimate of it.
+    """
     tails = [step for step in steps if "tail" in step]
     if not tails:
         return {}
@@ -369,7 +394,10 @@ def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _ahead_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns what was made ahead in a run, or nothing if nothing was. Shares are means over the steps that had texts."""
+    """Returns figures about texts that a run made ahead, or nothing if it made none.
+
+    Shares are means over the steps that had texts made ahead.
+    """
     made = [step for step in steps if number(step, "ahead_tokens") > 0]
     if not made:
         return {}

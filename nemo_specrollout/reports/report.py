@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes `report.html` and `picture.png` of a run from its records, which the lab or NeMo-RL has made."""
+"""Writes `report.html` and `picture.png` about a run of the lab or of NeMo-RL from its records."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ from nemo_specrollout.storage.files import write_atomically
 
 PAGE, PICTURE = "report.html", "picture.png"
 MAX_ROWS = 200
-"""Maximum number of rows in a table, and of alarms in the list, because a run may have thousands of steps."""
+"""Maximum number of steps in a table and of alarms in the list. It is limited because a run may have thousands of steps."""
 COLUMNS = {
     "step": ("step", "d"),
     "reward": ("reward", ".3f"),
@@ -60,23 +60,27 @@ COLUMNS = {
     "tokens<br>checked": ("tokens_checked", ",d"),
     "<br>equal": ("tokens_equal", ",d"),
 }
-"""Columns of the table, as a map from the heading (HTML) to the key of the step and the format."""
+"""Columns of the table of steps. Each heading (HTML) has a key of the step and a number format."""
 
 
 Extras = tuple[Sequence[str], Sequence[tuple[Draw, Any]]]
-"""HTML that follows the charts of the page, and panels of the picture, each with its data."""
+"""HTML sections that follow the charts of the page, and further panels of the picture, each with the data that it draws."""
 
 
 def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: ((), ())) -> tuple[Path, Path]:
-    """Writes report and picture of one start into the folder of its records, as `write_pages_of` does."""
+    """Writes report and picture of one start of a run into `folder`, which has the start's records.
+
+    Returns their paths. `extras_of` is as in `write_pages_of`.
+    """
     with naming_damage(folder):
         return write_pages_of(Run.read(folder), extras_of)
 
 
 def write_pages_of(run: Run, extras_of: Callable[[Run], Extras] = lambda _: ((), ())) -> tuple[Path, Path]:
-    """Writes report and picture into the run's folder, each atomically, and returns their paths.
+    """Writes report and picture into the run's folder, and returns their paths. Each file is replaced at once.
 
-    `extras_of` returns what a kind of run adds to them. Raises ConfigError for damaged records, and OSError.
+    `extras_of` returns what a kind of run adds to both. Raises ConfigError for damaged records, and OSError if a file cannot
+    be written.
     """
     report = run.folder / PAGE
     picture = run.folder / PICTURE
@@ -112,7 +116,10 @@ def _page(run: Run, sections: Sequence[str]) -> str:
 
 
 def _versions(run: Run) -> dict[str, str]:
-    """Returns the versions of packages. Where they differ between the starts of a run, all are listed in order."""
+    """Returns the version of each package that the run has used.
+
+    If a version changed between starts of the run, all versions are named in order.
+    """
     abouts = [start.about for start in run.starts] if isinstance(run, RunOfStarts) else [run.about]
     found: dict[str, dict[str, None]] = {}
     for about in abouts:
@@ -123,7 +130,7 @@ def _versions(run: Run) -> dict[str, str]:
 
 
 def status_of(run: Run) -> str:
-    """Describes in one line how far a run has come."""
+    """Returns a line that says how many steps a run has finished."""
     starts = f"; {in_short(run)}" if isinstance(run, RunOfStarts) else ""
     if not run.steps:
         return f"no finished step yet{starts}"
@@ -201,7 +208,7 @@ def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
 
 
 def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Returns the card about drafts that came from earlier responses to the same prompts."""
+    """Returns the card about draft tokens that came from earlier responses to the same prompts."""
     verified, accepted = (int(counts.sum()) for counts in totals[HISTORY])
     all_verified, all_accepted = (sum(int(of[i].sum()) for of in totals.values()) for i in (0, 1))
     note = f"of accepted drafts are from earlier responses, and {verified / all_verified:.0%} of all drafts"
@@ -213,7 +220,7 @@ def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]])
 
 
 def _advice(run: Run) -> str:
-    """Returns the table that says which mechanisms would pay in this run, or nothing if its records do not tell."""
+    """Returns a table that says which mechanisms would save time in this run, or "" if its records do not tell."""
     rows = [(advice, False) for advice in advice_of_run(run)]
     if not rows:
         return ""
@@ -225,7 +232,7 @@ def _advice(run: Run) -> str:
 
 
 def _audits(run: Run) -> Iterator[tuple[str, str]]:
-    """Yields steps and verdict of each audit, the latest first."""
+    """Yields the steps and the verdict of each audit as texts, the latest audit first."""
     folders = [run.folder, *(s.folder / FOLDER for s in run.starts)] if isinstance(run, RunOfStarts) else [run.folder]
     lists = [read_object_or_nothing(folder / AUDITS).get("audits") for folder in folders]
     audits = [audit for found in lists if isinstance(found, list) for audit in found if isinstance(audit, Mapping)]
@@ -239,7 +246,7 @@ def _audits(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _head_decisions(run: Run) -> str:
-    """Returns the decision of each refresh, and the latest decision of the trigger."""
+    """Returns a section with the decision of each refresh of the draft head, and with the latest decision about a refresh."""
     decided = [(step["step"], step["draft_refresh"]) for step in run.steps if "draft_refresh" in step]
     shown = dict([*refreshes(run.steps)[-MAX_ROWS:], *decided[-1:]])
     gates = {step: f"; gate: {record['gate']}" if "gate" in record else "" for step, record in shown.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the records of a run from the folder that a user names, and reads those of several starts as one run."""
+"""Finds the records of a run from a folder that the user names, and reads the records of several starts as one run."""
 
 import re
 from collections.abc import Sequence
@@ -23,28 +23,29 @@ from nemo_specrollout.reports.records import (
 from nemo_specrollout.reports.starts import RunOfStarts, Start, separate_runs, without_failed
 
 SCRIPT = "job.sh"
-"""Name of the script of the jobs, by which a run directory of `launch` is recognized."""
+"""Name of the script of a run's jobs. A folder with this file is a run directory of `launch`."""
 LOGS = "logs"
-"""Folder of NeMo-RL's logs in a run directory of `launch`."""
+"""Name of the folder of NeMo-RL's logs in a run directory of `launch`."""
 
 
 @dataclass(frozen=True)
 class RunFolders:
-    """The folders in which a run has its records, and the one in which its report belongs."""
+    """The folders with a run's records, and the folder for its report."""
 
     pages: Path
-    """Folder for the report, which is that of one start's records, the run directory of `launch`, or NeMo-RL's log folder."""
+    """Folder for the report. It is the folder of the records of a single start, the run directory of `launch`, or NeMo-RL's
+    log folder."""
     starts: Sequence[Path]
-    """NeMo-RL's log folder of each start, the oldest first. Empty if `pages` has the records itself."""
+    """NeMo-RL's log folder of each start of the driver, the oldest first. Empty if the records are in `pages`."""
     launched: Path | None = None
     """Run directory of `launch`, or None if `launch` has not started the run."""
 
 
 def find_folders(path: Path) -> RunFolders:
-    """Returns the folders of a run, given its run directory, its log folder, or the folder of one of its starts.
+    """Returns the folders of a run. `path` is its run directory, its log folder, or the folder of one of its starts.
 
-    The run directory of `launch` and the log folder in it give the same result. Raises ConfigError with a sentence if there
-    are no records.
+    For a run of `launch`, its run directory and the log folder in it give the same result. Raises ConfigError with a sentence
+    if there are no records.
     """
     launched = _launched(path)
     logs = launched / LOGS if launched else path
@@ -66,7 +67,7 @@ def find_folders(path: Path) -> RunFolders:
 
 
 def read_run(folders: RunFolders) -> Run:
-    """Reads the records of a run. Damaged records of one start do not hide those of the others.
+    """Reads the records of a run. If the records of one start are damaged, the other starts are still read.
 
     Raises ConfigError if no start can be read, or if the log folder has the starts of several runs.
     """
@@ -85,7 +86,7 @@ def read_run(folders: RunFolders) -> Run:
 
 
 def latest_run(log_dir: Path) -> Run | None:
-    """Returns, of a log folder, the newest start with a finished step and readable records, or None if there is none."""
+    """Returns the newest start in a log folder that has a finished step and readable records, or None if there is none."""
     starts = filter(_is_start, log_dir.glob("exp_*")) if log_dir.is_dir() else ()
     newest_first = sorted(starts, key=lambda folder: -int(folder.name.removeprefix("exp_")))
     for folder in (log_dir, *(start / FOLDER for start in newest_first)):
@@ -99,12 +100,12 @@ def latest_run(log_dir: Path) -> Run | None:
 
 
 def has_records(folder: Path) -> bool:
-    """Returns whether a start has written its records into the folder, which it does before its first step."""
+    """Returns whether a start has written records into `folder`. A start does so before its first step."""
     return (folder / RUN).is_file() or (folder / METRICS).is_file()
 
 
 def _launched(path: Path) -> Path | None:
-    """Returns the run directory of `launch` that `path` names or whose log folder it is, and otherwise None."""
+    """Returns the run directory of `launch` if `path` is this directory or the log folder in it, and otherwise None."""
     for run in (path, path.absolute().parent if path.absolute().name == LOGS else path):
         if (run / SCRIPT).is_file() and not (run / RUN).exists():
             return run
@@ -128,7 +129,10 @@ def _read_start(folder: Path) -> Start:
 
 
 def _read(folder: Path) -> Run:
-    """Reads the records in a folder. Raises OSError, and ConfigError if they are damaged or of another version."""
+    """Returns the records in a folder. Raises OSError if a file cannot be read.
+
+    Raises ConfigError if the records are damaged or if another version has written them.
+    """
     if read_object_or_nothing(folder / RUN).get("records") != FORMAT:
         raise ConfigError(
             f"RUN_DIR: the records in {folder} were written by another version of nemo-specrollout, or {RUN} is damaged; "
@@ -145,7 +149,7 @@ def _read(folder: Path) -> Run:
 
 
 def _why_nothing(launched: Path, starts: Sequence[Path]) -> str:
-    """Explains why a launched run has no records, as far as its files tell, and what to do."""
+    """Returns a sentence that says why a run of `launch` has no records, as far as its files tell, and what to do."""
     jobs = Launch.read(launched).jobs
     if starts:
         return (

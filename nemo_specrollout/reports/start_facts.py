@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about one start of a run for the report, such as its first step, its job and when that began."""
+"""Facts about one start of a run's driver for the report, such as its first step, its Slurm job, and when the job began."""
 
 import math
 import time
@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 NAME_OF_START = "SPECROLLOUT_START"
-"""Variable with the name of this start of a Slurm job, `JOB.REQUEUES`, which the job's script sets. Slurm's own variables do
-not reach the driver, because NeMo-RL's `ray.sub` unsets them before it starts Ray."""
+"""Environment variable with the name of this start of a Slurm job, `JOB.REQUEUES`, which the job's script sets. Slurm's own
+variables do not reach the driver, because NeMo-RL's `ray.sub` unsets them before it starts Ray."""
 BEGAN = "SPECROLLOUT_BEGAN"
-"""Variable with the seconds since 1970 at which the command `run` began. The command sets it."""
+"""Environment variable with the time at which the command `run` began, in seconds since 1970. The command sets it."""
 _JOB_BEGAN = "NRL_JOB_START_EPOCH"
-"""Variable with the seconds since 1970 at which the Slurm job began, set by NeMo-RL's `ray.sub` in each start."""
+"""Environment variable with the time at which the Slurm job began, in seconds since 1970. NeMo-RL's `ray.sub` sets it in each
+start."""
 
 
 def start_facts(variables: Mapping[str, str], first_version: int) -> dict[str, Any]:
-    """Returns the facts about the start with the environment `variables`, before which `first_version` steps were made.
+    """Returns facts about this start of a run's driver, from its environment `variables`, by their names in `run.json`.
 
-    Times include the zone, as in `2026-08-01T12:00:00+0000`. What the environment does not tell is left out.
+    `first_version` is the number of steps that were made before this start. Times include the zone, as in
+    `2026-08-01T12:00:00+0000`. Facts that the environment does not tell are left out.
     """
     facts: dict[str, Any] = {"first_step": first_version + 1}
     began_s = next((s for name in (_JOB_BEGAN, BEGAN) if math.isfinite(s := _seconds(variables.get(name)))), math.nan)
@@ -31,7 +33,7 @@ def start_facts(variables: Mapping[str, str], first_version: int) -> dict[str, A
 
 
 def _seconds(text: str | None) -> float:
-    """Returns the number in a variable, or NaN for any other text and for a time that no calendar has."""
+    """Returns the value of a variable as seconds since 1970, or NaN if it is not a number or not a possible time."""
     try:
         seconds = float(text or "")
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the starts of a run in a card and a table for the page, and in lines for the terminal."""
+"""Describes the starts of a run's driver, in a card and a table for the page and in lines for the terminal."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ HOW_TO_READ = (
     "line in a chart is where a later start goes on."
 )
 COLUMNS = ("start", "job", "steps", "made<br>again later", "until its<br>first step", "began", "ended by Slurm")
-"""Headings (HTML) of the table."""
+"""Headings (HTML) of the table of starts."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A start in words, in which unknown values are empty."""
+    """The words about one start in the table of starts. What is not known is empty."""
 
     start: str
     job: str
@@ -31,16 +31,16 @@ class Row:
     began: str
     end: str
     problem: str
-    """Why its records cannot be read."""
+    """Why the records of the start cannot be read, or empty if they can."""
 
     @property
     def cells(self) -> Sequence[str]:
-        """The cells of its row, in the order of `COLUMNS`."""
+        """Cells of the table for this start, in the order of `COLUMNS`."""
         return (self.start, self.job, self.steps, self.made_again, self.before_first_step, self.began, self.end)
 
 
 def rows_of(run: RunOfStarts) -> list[Row]:
-    """Returns a row for each start, the oldest first."""
+    """Returns a row of the table for each start of a run, the oldest first."""
     return [_row(run, start) for start in run.starts]
 
 
@@ -60,14 +60,14 @@ def _row(run: RunOfStarts, start: Start) -> Row:
 
 
 def in_short(run: RunOfStarts) -> str:
-    """Tells how often the run was started and how many steps were lost, as part of a sentence."""
+    """Returns part of a sentence that says how often the run was started and how many of its steps were made again."""
     count = len(run.starts)
     again = f", {run.num_lost} step{'s' * (run.num_lost > 1)} made again" if run.num_lost else ""
     return f"{count} start{'s' * (count > 1)}{again}"
 
 
 def start_card(run: RunOfStarts) -> str:
-    """Returns the card about lost steps, or nothing if no step was lost."""
+    """Returns the card about steps that a later start had to make again, or "" if there are none."""
     if not run.num_lost:
         return ""
     lost = f"{duration(run.lost_s)} of work" if math.isfinite(run.lost_s) else "work"
@@ -75,7 +75,10 @@ def start_card(run: RunOfStarts) -> str:
 
 
 def start_list(run: RunOfStarts) -> str:
-    """Returns the section with a row per start and a sentence per job without a start. Empty columns are left out."""
+    """Returns the section with a row for each start of a run, and a sentence for each job that has made no start.
+
+    Columns that are empty in all rows are left out.
+    """
     rows = rows_of(run)
     shown = [i for i in range(len(COLUMNS)) if any(row.cells[i] for row in rows)]
     notes = [f"{row.start} cannot be read: {row.problem}." for row in rows if row.problem]
@@ -85,7 +88,7 @@ def start_list(run: RunOfStarts) -> str:
 
 
 def lines_of(run: RunOfStarts) -> Iterator[str]:
-    """Yields a line for the terminal about each start, and about each job that has none."""
+    """Yields a line for the terminal about each start of a run, and about each job that has made no start."""
     for row in rows_of(run):
         of_job = f" (job {row.job})" if row.job else ""
         parts = [
@@ -110,7 +113,7 @@ def _numbers(steps: Sequence[Record]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds in words such as "42 s", "3 min 07 s" and "2 h 05 min", or a dash for NaN."""
+    """Returns a number of seconds in words such as "42 s", "3 min 07 s" and "2 h 05 min", or a dash for NaN."""
     if not math.isfinite(seconds):
         return NONE
     whole = round(seconds)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that were started several times, by the jobs of a chain, by requeues, or by hand after an interruption.
+"""Runs whose driver was started several times, by the jobs of a chain, by requeues, or by hand after an interruption.
 
-NeMo-RL gives every start of its driver a folder `exp_NNN`. A start continues after a checkpoint, so it repeats the steps that
-earlier starts had made beyond that checkpoint. The steps of the later start count, and the earlier ones are lost.
+NeMo-RL gives every start of its driver a folder `exp_NNN`. A start continues from the newest checkpoint, so it makes the steps
+again that an earlier start had made after that checkpoint. Of a step that was made twice, the later one counts. The earlier
+one is called lost.
 """
 
 import math
@@ -17,14 +18,15 @@ from nemo_specrollout.reports.records import Record, Run, number, reduced, serie
 from nemo_specrollout.storage.text_files import whole_number
 
 START = "start"
-"""In `run.json`, this is the key of the facts of a start. In a step of a run of starts, it is the key of the start's name."""
+"""Key with two uses. In `run.json`, it has the facts about a start. In a step of a run with several starts, it has the name of
+the start that made the step."""
 ENDED = "ended_s"
-"""Key of a step with the time at which it ended, in seconds since 1970."""
+"""Key in a step's record with the time at which the step ended, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The records of one start of a run. `steps` may be empty, because a start may be killed at any time."""
+    """The records of one start of a run's driver. `steps` may be empty, because a driver may be killed at any time."""
 
     folder: Path
     """NeMo-RL's log folder of the start, `exp_NNN`."""
@@ -40,9 +42,9 @@ class Start:
 
     @property
     def first_step(self) -> int | None:
-        """Number of the first step that the start makes, at least 1, or None if that is not known.
+        """Number of the first step that the start makes, at least 1, or None if it is not known.
 
-        Before the start has made a step, the number follows from the checkpoint from which it continues.
+        Before the start has made a step, this number follows from the checkpoint from which the start continues.
         """
         facts = self.about.get(START)
         known = whole_number(facts.get("first_step")) if isinstance(facts, Mapping) else None
@@ -51,7 +53,7 @@ class Start:
 
     @property
     def job(self) -> str:
-        """Id of the Slurm job. Empty for a start without a job, or if the records do not tell it."""
+        """Id of the Slurm job of the start, or empty if it had no job or if the records do not name it."""
         return self._fact("job_id")
 
     @property
@@ -66,7 +68,10 @@ class Start:
 
     @property
     def before_first_step_s(self) -> float:
-        """Seconds from `began` to the first step, for container, Ray, engines and checkpoint, or NaN if unknown."""
+        """Seconds from `began` until the first step begins, or NaN if they are not known.
+
+        In this time the container, Ray and the engines start, and the checkpoint is loaded.
+        """
         if not self.steps:
             return math.nan
         first = self.steps[0]
@@ -84,9 +89,9 @@ class Start:
 
 @dataclass(frozen=True)
 class RunOfStarts(Run):
-    """A run with several starts, or one that `launch` has started.
+    """A run with several starts of its driver, or a run that the command `launch` has started.
 
-    Its `steps` are those that no later start has made again, in order.
+    Its `steps` are in order and do not include lost ones, which a later start has made again.
     """
 
     starts: Sequence[Start] = ()
@@ -96,7 +101,10 @@ class RunOfStarts(Run):
 
     @classmethod
     def of(cls, folder: Path, starts: Sequence[Start], launch: Launch | None = None) -> "RunOfStarts":
-        """Returns the run, whose pages are in `folder`. Facts such as versions are those of its newest start."""
+        """Returns the run of these starts. `folder` is where its pages are written.
+
+        Facts about the run, such as versions of packages, are those of its newest start.
+        """
         steps = list[Record]()
         for start, bound in zip(starts, _bounds(starts), strict=True):
             steps += [{**step, START: start.name} for step in start.steps if step["step"] < bound]
@@ -105,33 +113,36 @@ class RunOfStarts(Run):
 
     @property
     def bounds(self) -> Sequence[float]:
-        """For each start, the first step that a later start makes, or infinity if there is none."""
+        """For each start, the number of the first step that any later start makes, or infinity if there is no later start."""
         return _bounds(self.starts)
 
     @property
     def lost(self) -> Mapping[str, Sequence[Record]]:
-        """The lost steps of each start by its name, which are those of its steps that a later start makes again."""
+        """Lost steps of each start by the start's name. A step is lost if a later start makes it again."""
         bounds = zip(self.starts, self.bounds, strict=True)
         return {start.name: [step for step in start.steps if step["step"] >= bound] for start, bound in bounds}
 
     @property
     def num_lost(self) -> int:
-        """Number of steps that were lost, over all starts."""
+        """Number of lost steps, which were made again by a later start."""
         return sum(map(len, self.lost.values()))
 
     @property
     def lost_s(self) -> float:
-        """Seconds of the lost steps, or NaN if they are not known."""
+        """Seconds that the lost steps took, which a later start made again, or NaN if they are not known."""
         return reduced(sum, series([step for steps in self.lost.values() for step in steps], "step_s"))
 
     @property
     def jobs_without_start(self) -> Sequence[Job]:
-        """Jobs of the run for which no start is known, because they wait or because their driver has not begun."""
+        """Jobs of the run whose driver has recorded nothing.
+
+        They wait in Slurm's queue, or their driver has not begun.
+        """
         known = {start.job for start in self.starts}
         return [job for job in self.launch.jobs if job.id not in known] if self.launch else []
 
     def end_of(self, start: Start) -> str:
-        """Returns Slurm's words for why it ended a start, such as "DUE TO TIME LIMIT", or "" if it wrote nothing."""
+        """Returns Slurm's words for why it ended a start, such as "DUE TO TIME LIMIT", or "" if Slurm wrote nothing."""
         ends = self.launch.ends.get(start.job, ()) if self.launch and start.job else ()
         of_job = [other for other in self.starts if other.job == start.job]
         after = next((other for other in of_job if other.num_requeues > start.num_requeues), None)
@@ -150,21 +161,24 @@ def _bounds(starts: Sequence[Start]) -> list[float]:
 
 
 def separate_runs(starts: Sequence[Start]) -> int:
-    """Returns how many runs the starts of a log folder belong to. A start at the first step begins a new run."""
+    """Returns the number of runs to which the starts of a log folder belong.
+
+    A start that makes the first step begins a new run, unless it is the first start of the folder.
+    """
     begins = [start.first_step for start in starts if start.first_step is not None]
     return 1 + sum(first <= 1 for first in begins[1:])
 
 
 def without_failed(starts: Sequence[Start]) -> Sequence[Start]:
-    """Returns the starts of a log folder without failed ones, which are those that began at the first step and made no step.
+    """Returns the starts of a log folder without those that failed before their first step.
 
-    If all have failed, the newest is returned.
+    A start counts as failed if it began at step 1 and made no step. If all starts have failed, the newest is returned.
     """
     return [start for start in starts if start.steps or start.problem or (start.first_step or 1) > 1] or starts[-1:]
 
 
 def seconds_of(time: Any) -> float:
-    """Returns a time such as `2026-08-01T12:00:00+0000` in seconds since 1970, or NaN."""
+    """Returns a time such as `2026-08-01T12:00:00+0000` as seconds since 1970, or NaN if it is not a valid time."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except (TypeError, ValueError, OverflowError, OSError):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions about a draft head, which are when to refresh it, whether to publish it, and when its drafts raise an alarm."""
+"""Decisions about a draft head, which are when to train it again, whether to publish the result, and when to raise alarms."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The canary of a draft head, which raises an alarm if acceptance collapses or declines, and names the likely cause.
 
-It is needed because a head that is all zeros or reads the wrong layers causes no error. Its drafts are just never accepted.
+It is needed because a head that is all zeros or reads the wrong layers causes no error. Its draft tokens are just never
+accepted.
 
-Shapes: K draft positions. A rate at position k is P(the first k + 1 drafts are all accepted).
+Shapes: K draft positions. The rate at position k is the probability that the first k + 1 draft tokens are all accepted.
 """
 
 import math
@@ -12,36 +13,39 @@ from dataclasses import dataclass, field
 import numpy as np
 
 COLLAPSE_SHARE = 1 / 3
-"""Acceptance that is assumed after a collapse, as a share of the expected acceptance."""
+"""Share of the expected acceptance that a head is assumed to have after a collapse."""
 STALE_SHARE = 0.75
-"""Share of the acceptance after the last publish below which a head is stale."""
+"""Share of the acceptance that a head had right after the last publish. If its acceptance falls below this share, the head
+counts as stale."""
 THRESHOLD = math.log(1e9)
-"""Score at which an alarm is raised. It is the logarithm of the number of draft tokens per false alarm."""
+"""Score of the evidence for a collapse at which the canary raises an alarm. If it is log(n), a healthy head causes about one
+false alarm in n draft tokens."""
 OVERDISPERSION = 2.0
-"""Factor on the variance of the accepted drafts of an engine step, because requests differ by more than chance."""
+"""Factor by which the variance of the number of accepted draft tokens is larger than by pure chance. It is above 1 because
+some requests are harder to draft for than others."""
 MEMORY_DRAFTED = 20_000.0
-"""Number of draft tokens after which earlier counts decay to 1/e."""
+"""Number of draft tokens after which the weight of earlier counts has decayed to 1/e."""
 ENOUGH_DRAFTED = 500.0
 """Number of draft tokens after which the normal level of acceptance counts as known."""
 GATE_DRAFTED = 4000.0
-"""Number of draft tokens as which the publish gate's measurement of acceptance counts."""
+"""Weight of the publish gate's measurement of acceptance, as a number of draft tokens."""
 MIN_REQUESTS = 16
-"""Minimum number of requests behind a collapse alarm, because the last few requests of a rollout may just be hard to draft
-for."""
+"""Minimum number of requests on which a collapse alarm must be based. Fewer do not suffice, because the last few requests of a
+rollout may just be hard to draft for."""
 MIN_RATE = 1e-3
 MAX_RATE = 0.999
 WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "rope")
-"""Causes of a collapse that lie in the head's weights or config. If it has none of them, the tasks may have changed."""
+"""Causes of a collapse that lie in the head's weights or config. If a head has none of them, the tasks may have changed."""
 
 
 @dataclass(frozen=True)
 class HeadHealth:
-    """Findings about a head's weights and drafts. The defaults mean that nothing was found."""
+    """Faults of a head's weights and config, and the head's age. The defaults mean that the head has no fault and is new."""
 
     non_finite: bool = False
     all_zero: bool = False
     shares_target_tensors: tuple[str, ...] = ()
-    """Names of the head's own tensors that share the policy's memory."""
+    """Names of tensors that should be the head's own, but lie in the policy's memory."""
     differs_from_published: bool = False
     layer_ids_wrong: bool = False
     rope_difference: str = ""
@@ -78,19 +82,20 @@ def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Alarm about a head's acceptance."""
+    """An alarm about a head's acceptance."""
 
     event: str
-    """Last event before the alarm, or `running` before any."""
+    """Last event before the alarm, which is `refit`, `publish` or `wake`, or `running` if there was none."""
     seen: float
     """Share of draft tokens that were accepted."""
     expected: float
+    """Share of draft tokens that the canary expected to be accepted."""
     num_drafted: int
     health: HeadHealth
 
     @property
     def cause(self) -> str:
-        """Word for the likely cause (`likely_cause`)."""
+        """Word for the likely cause of the alarm (`likely_cause`)."""
         return likely_cause(self.health, self.event)[0]
 
     @property
@@ -104,12 +109,12 @@ class Alarm:
 
 @dataclass
 class _Evidence:
-    """Evidence for a collapse, summed since the drafts last looked healthy."""
+    """Evidence that acceptance has collapsed. The sums begin when acceptance last looked healthy."""
 
     score: float = 0.0
-    """Log likelihood ratio of a collapse to a healthy head, at least 0."""
+    """Logarithm of the likelihood of a collapsed head divided by the likelihood of a healthy head, but at least 0."""
     carried: float = 0.0
-    """Score at the last event. It counts in full afterwards, however few requests there are then."""
+    """Score at the last event. This part of the score is kept after the event, even if only a few requests run then."""
     num_requests: int = 0
     """Largest number of requests in an engine step since the last event."""
     num_drafted: float = 0.0
@@ -119,7 +124,10 @@ class _Evidence:
 
 @dataclass
 class Level:
-    """The normal level of acceptance, as decayed counts by position and the rates that follow from them."""
+    """The normal acceptance of a head, as counts of draft tokens by position and the rates that follow from them.
+
+    The counts decay, so that the rates follow slow changes.
+    """
 
     drafted_K: np.ndarray = field(default_factory=lambda: np.zeros(0))
     accepted_K: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -129,9 +137,10 @@ class Level:
         return float(self.drafted_K.sum()) >= ENOUGH_DRAFTED
 
     def rates(self, num_positions: int) -> np.ndarray:
-        """Returns the rates at the first positions, float64 [num_positions].
+        """Returns the rates at the first `num_positions` positions, float64 [num_positions].
 
-        Positions without drafts so far get rates that continue the mean decline over the positions with drafts.
+        A rate is the probability that all draft tokens up to a position are accepted. For positions without draft tokens so
+        far, the rates continue the mean decline over the other positions.
         """
         rates_K = np.clip(self.accepted_K / np.maximum(self.drafted_K, 1.0), MIN_RATE, MAX_RATE)[self.drafted_K >= 1.0]
         step = float(rates_K[-1] ** (1 / len(rates_K))) if len(rates_K) else MIN_RATE
@@ -143,7 +152,7 @@ class Level:
         return float((drafted_K * self.rates(len(drafted_K))).sum())
 
     def assume(self, rates_K: np.ndarray) -> None:
-        """Assumes these rates until there is more data."""
+        """Starts with these rates, as if they had been measured with `GATE_DRAFTED` draft tokens."""
         drafted_K = np.full(len(rates_K), GATE_DRAFTED / len(rates_K))
         self.learn(drafted_K, drafted_K * rates_K)
 
@@ -157,13 +166,15 @@ class Level:
 
 
 class Canary:
-    """Watches the acceptance of one draft model. Owns the expected rates and the evidence against them.
+    """Watches the acceptance of a drafter with weights. Owns the expected rates and the evidence that acceptance collapsed.
 
-    The collapse alarm is a CUSUM test (Page, Biometrika 1954) of the log likelihood ratio of "a third of the acceptance" to
-    "as before". With independent requests, a healthy head causes a false alarm less than once in 10^9 draft tokens. The
-    expected rates follow the observed ones, so slow changes cause no collapse alarm. A staleness alarm is raised once after
-    each publish if acceptance has fallen to `STALE_SHARE`. After a collapse alarm the canary is silent until the next event
-    (`begin`).
+    The collapse alarm is a CUSUM test (Page, Biometrika 1954). It compares the hypothesis that acceptance has fallen to a
+    third with the hypothesis that it has not changed. With independent requests, a healthy head causes less than one false
+    alarm in 10^9 draft tokens. The expected rates follow the observed ones, so slow changes cause no collapse alarm. After a
+    collapse alarm the canary is silent until the next event (`begin`).
+
+    The staleness alarm is raised once after each publish, when acceptance falls below the share `STALE_SHARE` of its value
+    right after the publish.
     """
 
     def __init__(self, max_age: int | None = None) -> None:
@@ -175,7 +186,8 @@ class Canary:
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Notes an event, which is a `refit`, a `publish` or a `wake` from sleep.
 
-        `expected_length` is the publish gate's acceptance length of a head that drafts `num_positions` tokens, if known.
+        After a publish, `expected_length` is the acceptance length that the publish gate has measured with `num_positions`
+        draft tokens, or None if it is not known.
         """
         self._event = event
         self.is_silent = False
@@ -190,7 +202,7 @@ class Canary:
         self._evidence.num_requests = 0
 
     def begin_again(self) -> None:
-        """Forgets the expected rates, and learns them again before the next alarm."""
+        """Forgets the expected rates. They are learned again before there can be another alarm."""
         self.level = Level()
         self._reference = Level()
         self._evidence = _Evidence()
@@ -199,7 +211,10 @@ class Canary:
     def observe(
         self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth(), num_steps: int = 1
     ) -> Alarm | None:
-        """Adds the verified and accepted draft tokens of `num_steps` engine steps, by position. Returns an alarm or None."""
+        """Adds counts of verified and accepted draft tokens by position, and returns an alarm or None.
+
+        The counts are sums over `num_steps` engine steps. `health` is what is known about faults of the head.
+        """
         if self.is_silent or not drafted_K.any():
             return None
         if self.level.is_known:
@@ -213,11 +228,11 @@ class Canary:
         return self._decline(health)
 
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
-        """Adds an engine step to the evidence for a collapse, and returns an alarm if there is enough of it.
+        """Adds counts to the evidence for a collapse, and returns an alarm if there is enough evidence.
 
-        Since the last event, the score grows by at most `THRESHOLD / MIN_REQUESTS` for each request of the largest engine
-        step. So it can only rise from zero to the threshold if an engine step has `MIN_REQUESTS` requests. This is wanted
-        because the last few requests of a rollout may just be hard to draft for.
+        After an event, the score can grow by `THRESHOLD / MIN_REQUESTS` times the largest number of requests in an engine step
+        since then. So it can rise from zero to the threshold only if an engine step has at least `MIN_REQUESTS` requests. This
+        limit is needed because the last few requests of a rollout may just be hard to draft for.
         """
         evidence = self._evidence
         rates_K = self.level.rates(len(drafted_K))
@@ -238,7 +253,7 @@ class Canary:
         return Alarm(self._event, seen, expected, int(evidence.num_drafted), health)
 
     def _decline(self, health: HeadHealth) -> Alarm | None:
-        """Returns an alarm once after each publish if the head is stale, and once if it is too old."""
+        """Returns an alarm if the head has become stale or too old. Each of these is reported only once after a publish."""
         if health.age_in_versions == 0 or float(self._reference.drafted_K.sum()) < MEMORY_DRAFTED / 2:
             return None
         num_drafted = float(self.level.drafted_K.sum())
@@ -254,10 +269,11 @@ class Canary:
 
 
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
-    """Returns the log likelihood ratio of a collapse to the rates `rates_K`, in units of independent draft tokens.
+    """Returns the log likelihood ratio of a collapsed head to a healthy head whose rates are `rates_K`.
 
-    Draft tokens are not independent, because each is accepted only with those before it, and because requests differ. So the
-    sum over all tokens is divided by the factor by which this increases the variance of the number of accepted tokens.
+    The ratio is first computed as if all draft tokens were independent. They are not, because a draft token can be accepted
+    only if those before it are, and because requests differ. Both make the variance of the number of accepted tokens larger.
+    So the ratio is divided by the factor by which the variance grows.
     """
     dead_K = COLLAPSE_SHARE * rates_K
     missed_K = drafted_K - accepted_K
@@ -271,8 +287,9 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
     """Returns the rates by position of a drafter with this acceptance length, float64 [num_positions].
 
-    Each draft is assumed to be accepted with the same probability p if all drafts before it are. So the rate at position k is
-    p ** (k + 1), and p solves 1 + p + p ** 2 + ... + p ** num_positions = acceptance_length.
+    A rate is the probability that all draft tokens up to a position are accepted. Each draft token is assumed to be accepted
+    with the same probability p if all before it are. So the rate at position k is p ** (k + 1), where p solves this equation:
+    1 + p + p ** 2 + ... + p ** num_positions = acceptance_length.
     """
     roots = np.roots([*np.ones(num_positions), 1.0 - acceptance_length])
     rate = max(0.0, *roots[np.isreal(roots)].real)

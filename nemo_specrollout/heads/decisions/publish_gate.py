@@ -12,34 +12,35 @@ import numpy as np
 from scipy.special import stdtrit  # the quantile of Student's t
 
 MIN_FIRST_GAIN = 0.1
-"""Gain in acceptance length, compared with no drafts, that a run's first head needs."""
+"""Gain in acceptance length that a run's first head needs to be published. It is compared with decoding without drafts."""
 MIN_SAMPLES = 8
-"""Minimum number of held-out prompts."""
+"""Minimum number of held-out prompts with which a candidate can be judged."""
 SKEWNESS_WEIGHT = 2.0
-"""Factor on the skewness of the sample, which is usually smaller than the true skewness."""
+"""Factor on the skewness of the sample. It is above 1, because a sample usually has less skewness than its distribution."""
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """The gate's decision about a candidate. The numbers are NaN if nothing could be compared."""
+    """The publish gate's decision about a candidate. `difference` and `bound` are NaN if nothing could be compared."""
 
     published: bool
     difference: float
-    """Weighted mean of the candidate's acceptance length minus the current head's."""
+    """Mean acceptance length of the candidate minus that of the head in service, weighted by the tokens of each sequence."""
     bound: float
     """Lower confidence bound of the difference."""
     num_samples: int
-    """Number of independent samples (prompts)."""
+    """Number of independent samples, which are the different prompts."""
     reason: str
     """Sentence for the log."""
 
 
 class PublishGate:
-    """Publishes a candidate if its acceptance length is, at `confidence`, at most `tolerance` below the current head's.
+    """Decides that a candidate is published if its acceptance length is at most `tolerance` below that of the head in service.
 
-    The test is a one-sided paired t-test of the weighted mean difference. Samples of one prompt are not independent, so they
-    count as one. If no head is in service, the candidate is compared with no drafts, plus `MIN_FIRST_GAIN`. `confidence` is at
-    least 0.5 and below 1.
+    This must hold at the confidence level `confidence`, which is at least 0.5 and below 1. The test is a one-sided paired
+    t-test of the weighted mean difference. Sequences of one prompt are not independent, so they count as one sample. If no
+    head is in service, the candidate must reach the acceptance length 1 + `MIN_FIRST_GAIN`. Without drafts, the acceptance
+    length is 1.
     """
 
     def __init__(self, confidence: float = 0.95, tolerance: float = 0.0) -> None:
@@ -55,8 +56,9 @@ class PublishGate:
     ) -> GateDecision:
         """Returns the decision, from the acceptance lengths of the candidate and of the head in service, float [N] each.
 
-        `current_N` is None if no head is in service. `weights_N` has the number of tokens of each sequence. `groups_N` numbers
-        the prompts, or is None if all differ. Raises ValueError if lengths differ or a weight is not positive.
+        `current_N` is None if no head is in service. `weights_N` has the number of tokens of each sequence. `groups_N` has the
+        number of each sequence's prompt, or is None if all prompts differ. Raises ValueError if the arrays differ in length or
+        a weight is not positive.
         """
         is_first = current_N is None
         reference_N = np.full(len(candidate_N), 1.0 + MIN_FIRST_GAIN) if current_N is None else current_N
@@ -95,11 +97,13 @@ class PublishGate:
 def lower_bound(
     differences_N: np.ndarray, weights_N: np.ndarray, groups_N: np.ndarray, confidence: float
 ) -> tuple[float, float]:
-    """Returns the weighted mean of the differences and its one-sided lower confidence bound, for two or more groups.
+    """Returns the weighted mean of the differences and its one-sided lower confidence bound.
 
-    The standard error is that of the jackknife over groups. If differences are skewed towards losses, Student's quantile is
-    too optimistic, so it is widened as in Hall, "On the removal of skewness by transformation" (JRSS B, 1992), with twice the
-    sample skewness. No method can detect losses that are so rare that the sample has none.
+    `groups_N` has the number of the group of each difference, and there must be at least two groups. Differences of one group
+    are not independent of each other, so the standard error is that of the jackknife over groups. If the differences are
+    skewed towards losses, Student's quantile is too small. Then it is increased as in Hall, "On the removal of skewness by
+    transformation" (JRSS B, 1992), with twice the skewness of the sample. Losses that are so rare that the sample has none
+    cannot be detected.
     """
     _, group_N = np.unique(groups_N, return_inverse=True)
     shares_N = weights_N / weights_N.sum()

@@ -11,68 +11,79 @@ from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 
 FIRST_SURPLUS = 0.1
-"""Acceptance length that the first refresh is expected to gain in addition to what was lost since the last publish."""
+"""Increase in acceptance length that the first refresh is expected to bring, in addition to recovering what was lost since the
+last publish."""
 LEARNING_WEIGHT = 0.5
-"""Weight of the latest refresh in the outlook (`RefreshOutlook`)."""
+"""Weight of the latest refresh in the averages of `RefreshOutlook`."""
 MIN_RECOVERY = 0.05
 MAX_RECOVERY = 1.5
 MIN_FALL = 0.02
-"""Loss of acceptance length below which the recovery by a refresh cannot be measured."""
+"""Minimum loss of acceptance length since the last publish. From a smaller loss it cannot be measured which share of it a
+refresh recovers."""
 MAX_BACKOFF = 64
-"""Maximum factor on `min_gap` after refused candidates."""
+"""Maximum factor by which `min_gap` grows after refused candidates."""
 FIRST_REFRESH_S = 8.0
 """Assumed seconds of the first refresh."""
 SHORTEST_S = 0.5
 """Minimum seconds of a refresh."""
 SMOOTHING = 0.5
-"""Weight of the latest step in the mean acceptance length."""
+"""Weight of the latest RL step in the mean acceptance length."""
 RATE_STEP = 3.0
-"""Divisor of the learning rate after a worse candidate."""
+"""Number by which the learning rate is divided after a candidate that was worse than the head in service."""
 MIN_SHARE = 1e-3
-"""Minimum share of the usual learning rate."""
+"""Smallest factor by which `RefreshRate` multiplies the usual learning rate."""
 
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """Seconds of decoding with and without drafts."""
+    """Seconds that decoding takes with and without drafts."""
 
     plain_s: float
     """Seconds per token without drafts."""
     drafted_step_s: float
-    """Seconds of an engine step with drafts, divided by its requests. How many drafts are accepted does not matter."""
+    """Seconds of an engine step with drafts, divided by its number of requests. How many draft tokens are accepted does not
+    matter."""
 
     @classmethod
     def measured(
         cls, rollout_s: float, plain_estimate_s: float | None, num_tokens: int, num_request_steps: int
     ) -> "DecodeCosts":
-        """Returns the costs of a rollout of `rollout_s` seconds.
+        """Returns the costs that were measured in a rollout of `num_tokens` tokens, which took `rollout_s` seconds.
 
-        `plain_estimate_s` is its duration without drafts, if known. `num_request_steps` is the sum over its engine steps of
-        the requests in each.
+        `plain_estimate_s` is the estimated duration of the same rollout without drafts, or None if it is not known.
+        `num_request_steps` is the number of requests in an engine step, summed over the engine steps of the rollout.
         """
         return cls((plain_estimate_s or rollout_s) / num_tokens, rollout_s / num_request_steps)
 
     def token_s(self, acceptance_length: float) -> float:
-        """Returns the seconds per token, assuming that nothing is drafted if drafts do not pay."""
+        """Returns the seconds per token at an acceptance length. If decoding without drafts is faster, returns its seconds."""
         return min(self.plain_s, self.drafted_step_s / max(acceptance_length, 1.0))
 
 
 @dataclass(frozen=True)
 class RefreshOutlook:
-    """Expected result of the next refresh. The first one is expected to recover the whole loss and a little more."""
+    """Expected duration and gain of the next refresh, estimated from earlier refreshes.
+
+    The first refresh is expected to recover the whole loss of acceptance and a little more.
+    """
 
     refresh_s: float
+    """Seconds that a refresh takes."""
     recovery: float = 1.0
-    """Share of the loss since the last publish that a refresh recovers."""
+    """Share of the lost acceptance length that a refresh recovers. The loss is counted from the last publish."""
     surplus: float = FIRST_SURPLUS
-    """Acceptance length that a refresh gains in addition to the recovery."""
+    """Acceptance length that a refresh gains in addition to what it recovers."""
     num_rejected: int = 0
-    """Number of candidates in a row that the gate has refused."""
+    """Number of candidates in a row that the publish gate has refused."""
 
     def after_publish(
         self, length_before: float, length_at_last_publish: float, length_after: float, seconds: float
     ) -> "RefreshOutlook":
-        """Returns the outlook after a refresh of `seconds` that changed acceptance from `length_before` to `length_after`."""
+        """Returns the new outlook after a refresh that took `seconds` and whose head was published.
+
+        The acceptance length was `length_at_last_publish` right after the previous publish. It then fell to `length_before`,
+        and is `length_after` with the new head.
+        """
         fall = length_at_last_publish - length_before
         recovery = self.recovery
         if fall >= MIN_FALL:
@@ -83,7 +94,10 @@ class RefreshOutlook:
         return RefreshOutlook(_towards(self.refresh_s, seconds), recovery, surplus)
 
     def after_rejection(self, seconds: float) -> "RefreshOutlook":
-        """Returns the outlook after a refresh of `seconds` whose candidate was refused, which halves the expected gains."""
+        """Returns the new outlook after a refresh that took `seconds` and whose candidate was refused.
+
+        The expected gains are halved.
+        """
         recovery = max(MIN_RECOVERY, _towards(self.recovery, 0.0))
         return RefreshOutlook(
             _towards(self.refresh_s, seconds), recovery, _towards(self.surplus, 0.0), self.num_rejected + 1
@@ -92,7 +106,7 @@ class RefreshOutlook:
 
 @dataclass(frozen=True)
 class RefreshDecision:
-    """The schedule's decision about a refresh."""
+    """The decision whether to refresh the head."""
 
     refresh: bool
     gain_s: float
@@ -107,16 +121,18 @@ def _towards(old: float, new: float) -> float:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts about a finished RL step."""
+    """Measurements of a finished RL step, from which `RefreshSchedule` decides about a refresh."""
 
     acceptance_length: float | None
-    """The head's acceptance length (`head_use`), or None if the head drafted nothing."""
+    """The head's acceptance length in tokens per engine step, or None if the head drafted nothing."""
     num_tokens: int
     seconds: float
+    """Seconds that the RL step took."""
     steps_to_come: int
+    """Number of RL steps that the run still has."""
     costs: DecodeCosts
     head_share: float = 1.0
-    """Share of the request steps in which the head drafted (`head_use`)."""
+    """Share of the request steps in which the head drafted. A request step is one request in one engine step."""
 
 
 def head_use(
@@ -135,16 +151,18 @@ def head_use(
 
 
 class RefreshSchedule:
-    """Decides after each RL step whether to refresh, as `config.trigger` says. Owns the history of the run's refreshes.
+    """Decides after each RL step whether to refresh the head, as `config.trigger` says. Owns the run's history of refreshes.
 
-    The trigger `auto` refreshes when the stale head has cost as much time since the last refresh as a refresh takes. This is
-    the ski-rental rule, which never costs more than twice the optimum. In addition, the rest of the run must repay the refresh
-    with a margin of `config.margin`. The gap `config.min_gap` doubles with each further candidate in a row that the gate
+    With the trigger `auto`, the head is refreshed when its loss of acceptance has cost as much time as a refresh takes,
+    counted from the last refresh. This is the ski-rental rule, which never costs more than twice the optimum. In addition, the
+    rest of the run must save more than the time of the refresh plus the share `config.margin` of it. At least `config.min_gap`
+    RL steps must lie between two refreshes. This number doubles with each further candidate in a row that the publish gate
     refuses.
 
-    Before the first publish, a better head is expected to draft in every step. Afterwards it is expected to draft in the
-    largest share of steps that the published head reached. With `in_background`, the run does not wait for training. Then
-    `max_time_share` limits the trainer's share of the time, and a refresh may take as long as an RL step.
+    The gain depends on how often the new head will draft. Before the first publish, it is expected to draft in every engine
+    step. Afterwards it is expected to draft in the largest share of engine steps in which the published head has drafted. If
+    `in_background` is true, the run does not wait for training. Then `max_time_share` limits the trainer's share of the time,
+    and a refresh may take as long as an RL step.
     """
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
@@ -152,19 +170,19 @@ class RefreshSchedule:
         self._in_background = in_background
         self.outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self.length: float | None = None
-        """Decayed mean of the head's acceptance length, or None if it has not drafted since the last publish."""
+        """Moving average of the head's acceptance length, or None if the head has not drafted since the last publish."""
         self.published_length: float | None = None
         """Acceptance length right after the last publish, or at the start of the run."""
         self.steps_since = 0
         """Number of RL steps since the last refresh, published or not."""
         self.run_s = 0.0
         self.waited_s = 0.0
-        """Seconds that all refreshes have taken."""
+        """Seconds that all refreshes so far have taken."""
         self._share: float | None = None
         self._step_s = self._lost_s = 0.0
 
     def after_step(self, facts: StepFacts) -> RefreshDecision:
-        """Returns the decision with its reason. Call it once in each RL step."""
+        """Returns the decision whether to refresh the head after the RL step of `facts`. Call it once after each RL step."""
         length = facts.acceptance_length
         if length is not None:
             self.length = length if self.length is None else self.length + SMOOTHING * (length - self.length)
@@ -178,7 +196,11 @@ class RefreshSchedule:
         return self.decide(num_tokens, facts.steps_to_come, facts.costs)
 
     def decide(self, num_tokens: float, steps_to_come: int, costs: DecodeCosts) -> RefreshDecision:
-        """Returns the decision in the current state, for a run with `num_tokens` tokens in each remaining RL step."""
+        """Returns the decision whether to refresh the head now.
+
+        `num_tokens` is the number of tokens per RL step in whose decoding the new head would draft. `steps_to_come` is the
+        number of RL steps that the run still has.
+        """
         length = self.length or 1.0
         cost_s = 0.0 if self._in_background else self.outlook.refresh_s
         fall = max(0.0, (self.published_length or 1.0) - length)
@@ -204,7 +226,7 @@ class RefreshSchedule:
         return RefreshDecision(refresh, gain_s, f"{'refreshed' if refresh else 'skipped'}: {reason}")
 
     def _judge_interval(self, steps_to_come: int) -> tuple[bool, str]:
-        """Returns whether a refresh is due by the number of steps, regardless of `max_time_share`, and the reason."""
+        """Returns whether enough RL steps have passed since the last refresh, and the reason. Ignores `max_time_share`."""
         interval = self._config.interval
         steps = f"{self.steps_since} steps since the last refresh (interval: {interval})"
         if steps_to_come == 0 or self.steps_since < interval:
@@ -212,7 +234,10 @@ class RefreshSchedule:
         return True, steps
 
     def _judge_gain(self, gain_s: float, cost_s: float, gain: str) -> tuple[bool, str]:
-        """Returns whether a refresh pays, regardless of `max_time_share`, and the reason. `gain` is the gain in words."""
+        """Returns whether a refresh saves enough time, and the reason. Ignores `max_time_share`.
+
+        `gain_s` is the time that it saves, and `gain` says the same in words. `cost_s` is the time that the run waits for it.
+        """
         gap = self._config.min_gap * min(2**self.outlook.num_rejected, MAX_BACKOFF)
         if self.steps_since < gap:
             after = " after a head that was refused" if self.outlook.num_rejected else ""
@@ -227,7 +252,7 @@ class RefreshSchedule:
         return True, outlook
 
     def budget_s(self) -> float:
-        """Returns the maximum seconds of training of the next refresh, within what is left of `max_time_share`."""
+        """Returns how many seconds the next refresh may train, so that all refreshes stay within `max_time_share`."""
         share = self._config.max_time_share
         usual_s = max(FIRST_REFRESH_S, self._step_s) if self._in_background else FIRST_REFRESH_S
         wanted_s = self._config.max_train_seconds or usual_s
@@ -237,7 +262,10 @@ class RefreshSchedule:
         return max(SHORTEST_S, min(wanted_s, left_s if self._in_background else left_s / (1.0 - share)))
 
     def refreshed(self, seconds: float, gain: float | None) -> None:
-        """Notes a finished refresh of `seconds`. `gain` is `Refresh.gain`, which is None if the candidate was refused."""
+        """Notes that a refresh has ended, which took `seconds`.
+
+        `gain` is `Refresh.gain`, which is None if the candidate was refused.
+        """
         self.run_s += 0.0 if self._in_background else seconds
         self.waited_s += seconds
         self.steps_since = 0
@@ -251,17 +279,20 @@ class RefreshSchedule:
 
 
 class RefreshRate:
-    """Owns the factor by which the usual learning rate is multiplied for the next refresh.
+    """Owns `share`, the factor by which the usual learning rate is multiplied for the next refresh.
 
-    It is needed because a converged head gets worse at a learning rate that suits an unfinished head, and the few steps of a
-    refresh do not repair that.
+    It is needed because a learning rate that suits a new head makes a converged head worse, and the few steps of a refresh do
+    not repair that.
     """
 
     def __init__(self) -> None:
         self.share = 1.0
 
     def judged(self, difference: float, published: bool) -> None:
-        """Adjusts the share after a candidate was judged. `difference` is `Refresh.difference`. NaN changes nothing."""
+        """Adjusts `share` after a candidate was judged. `difference` is `Refresh.difference`.
+
+        It grows after a publish, and falls if the candidate was worse than the head in service. NaN changes nothing.
+        """
         if published:
             self.share = min(1.0, self.share * RATE_STEP**0.5)
         elif difference < 0.0:

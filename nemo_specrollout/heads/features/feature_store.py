@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature store on disk, between the rollouts that compute features and the training of a head.
+"""Feature store on disk. Rollouts write the features that they compute to it, and the training of a draft head reads them.
 
-A store has a bounded size and survives a crash at any moment. `index.json` describes the source of the features.
+A store has a bounded size and survives a crash at any moment. It consists of shards, which are files of features, and of
+`index.json`, which describes the policy that computed the features.
 """
 
 import dataclasses
@@ -34,7 +35,10 @@ SHARD_OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """The policy that computed the features of a store. All fields except the name are the same for all of them."""
+    """Properties of the policy that computed the features of a store.
+
+    All features of a store agree in these properties, except that `policy_name` may differ.
+    """
 
     policy_name: str
     """Folder or name of the policy, for people who read the file."""
@@ -43,21 +47,21 @@ class FeatureSource:
     vocab_size: int
     hidden_size: int
     layer_ids: tuple[int, ...]
-    """Auxiliary layers, in the order in which their states are stored."""
+    """Policy layers whose inputs are stored, in the order in which they are stored."""
 
 
 class FeatureReader:
-    """Reads a store, to which another process may be writing. A shard that the writer drops in the meantime is skipped."""
+    """Reads a feature store, even while another process writes to it. Skips shards that the writer deletes meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def shards(self) -> list[Path]:
-        """Returns the store's shards, which are its files of features, newest policy version first."""
+        """Returns the paths of the store's shards, which are its files of features, newest policy version first."""
         return sorted(self.folder.glob("shard-*.safetensors"), key=_age, reverse=True)
 
     def sequences(self, held_out: bool) -> Iterator[SequenceFeatures]:
-        """Yields the training or the held-out sequences, newest policy version first."""
+        """Yields the held-out sequences if `held_out` is true and otherwise the training ones, newest policy version first."""
         for shard in self.shards():
             yield from _read(shard, held_out)
 
@@ -70,13 +74,19 @@ class FeatureReader:
 
 
 def _age(shard: Path) -> tuple[int, int]:
-    """Returns policy version and number of a shard. Shards are numbered in the order of writing."""
+    """Returns the policy version and the number of a shard, by which shards are sorted from old to new.
+
+    Shards are numbered in the order in which they were written.
+    """
     version, number = shard.stem.split("-")[1:]
     return int(version), int(number)
 
 
 def _read(shard: Path, held_out: bool) -> Iterator[SequenceFeatures]:
-    """Yields the training or the held-out sequences of a shard, or none if the writer has dropped the shard."""
+    """Yields the held-out sequences of a shard if `held_out` is true, and otherwise its training sequences.
+
+    Yields nothing if the writer of the store has deleted the shard meanwhile.
+    """
     try:
         file = safe_open(shard, framework="pt")
     except (FileNotFoundError, RuntimeError):  # RuntimeError: the file vanished between two accesses of safetensors
@@ -94,19 +104,26 @@ def _read(shard: Path, held_out: bool) -> Iterator[SequenceFeatures]:
 
 
 def data_hash(sequences: Iterable[SequenceFeatures]) -> str:
-    """Returns a hash of tokens and policy versions, for the head card. It does not depend on the order of the sequences."""
+    """Returns a hash of the tokens and policy versions of all sequences, for the head card.
+
+    The hash does not depend on the order of the sequences.
+    """
     contents = (f.token_ids_T.numpy().tobytes() + f.policy_version.to_bytes(8, "little") for f in sequences)
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(data).digest() for data in contents))).hexdigest()
 
 
 def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the `first_tokens` of the training or the held-out sequences of several stores, newest policy version first."""
+    """Returns the newest sequences of several stores, as many as are needed to have `max_tokens` tokens in total.
+
+    They are the held-out sequences if `held_out` is true, and otherwise the training sequences. Those of the newest policy
+    version come first. If there are too few tokens, all sequences are returned.
+    """
     shards = sorted((shard for store in stores for shard in store.shards()), key=_age, reverse=True)
     return first_tokens((f for shard in shards for f in _read(shard, held_out)), max_tokens)
 
 
 def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the first sequences, up to and including the one that reaches `max_tokens` tokens in total."""
+    """Returns the first sequences that together have at least `max_tokens` tokens, or all if they have fewer."""
     found: list[SequenceFeatures] = []
     num_tokens = 0
     for features in sequences:
@@ -118,18 +135,20 @@ def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list
 
 
 class FeatureStore(FeatureReader):
-    """The only writer of a store, which can also read what it has flushed.
+    """Writes a feature store. It can also read what is on disk. A store has only one writer at a time.
 
-    At any moment, even if the process is killed, every shard is complete and all shards together take at most `max_bytes`.
-    A kill loses what was appended since the last flush, which is at most an eighth of `max_bytes` or one sequence. A full
-    store drops whole shards of the oldest policy versions.
+    At any moment, even if the process is killed, every shard is complete and all shards together take at most `max_bytes`. A
+    full store drops whole shards, those of the oldest policy versions first. If the process is killed, all sequences are lost
+    that were appended since the last flush. Together they take at most an eighth of `max_bytes`, unless it is a single longer
+    sequence.
     """
 
     def __init__(self, folder: Path, max_bytes: int, source: FeatureSource, held_out_share: float = 0.1) -> None:
-        """Opens the store and repairs what a killed process has left.
+        """Opens or creates the store in `folder`, and removes unfinished files of a process that was killed.
 
-        Raises ValueError if the folder has features of another source or with another held-out share, and BlockingIOError if
-        another process writes to it.
+        `max_bytes` limits the size of all shards. `held_out_share` is the share of prompts that are held out from training.
+        Raises ValueError if the folder has features of another source or with another held-out share. Raises BlockingIOError
+        if another process writes to it.
         """
         super().__init__(folder)
         self.source = source
@@ -154,10 +173,10 @@ class FeatureStore(FeatureReader):
             self._lock.close()
 
     def append(self, features: SequenceFeatures, prompt_ids: torch.Tensor | Sequence[int] | None = None) -> None:
-        """Keeps a copy of a sequence, which the next flush writes to disk.
+        """Copies a sequence into memory, from where the next flush writes it to disk. Flushes first if the memory is full.
 
-        `prompt_ids` decides whether the sequence is held out, and is by default the sequence's own prompt. Raises ValueError
-        if the features do not fit the source or the store, or if their prompt is unknown, and OSError as `flush` does.
+        `prompt_ids` decide whether the sequence is held out. By default they are the sequence's own prompt. Raises ValueError
+        if the features do not fit the source or the store, or if their prompt is not known. Raises OSError if a flush fails.
         """
         self._check(features)
         held_out = is_held_out(features.whole_prompt_P if prompt_ids is None else prompt_ids, self.held_out_share)
@@ -168,20 +187,29 @@ class FeatureStore(FeatureReader):
         self._buffered_bytes += num_bytes
 
     def keep(self, captured: Iterable[SequenceFeatures]) -> None:
-        """Stores those sequences that begin in the prompt and have a generated token, because a head needs both to learn."""
+        """Appends those of the captured sequences from which a head can learn, and flushes.
+
+        Such a sequence begins in its prompt and has at least one generated token.
+        """
         for features in captured:
             if features.first_position < features.prompt_length < features.first_position + features.num_tokens:
                 self.append(features)
         self.flush()
 
     def forget_after(self, version: int) -> None:
-        """Drops the features of policy versions above `version`, when a resumed run continues from `version`."""
+        """Deletes the features of policy versions above `version`.
+
+        A resumed run calls this, because it continues from `version` and computes later versions again.
+        """
         for shard in self.shards():
             if _age(shard)[0] > version:
                 shard.unlink()
 
     def flush(self) -> None:
-        """Writes what was appended since the last flush. After an OSError, some of it is missing, but the rest is intact."""
+        """Writes to disk all sequences that were appended since the last flush.
+
+        Raises OSError if that fails. Then some of these sequences are lost, but the rest of the store is intact.
+        """
         buffer = self._buffer
         self._buffer = {}
         self._buffered_bytes = 0
@@ -198,7 +226,10 @@ class FeatureStore(FeatureReader):
                 ) from error
 
     def _recover(self) -> None:
-        """Writes the index or checks it, and removes what a killed process has left unfinished."""
+        """Writes `index.json`, or checks that the existing one agrees with this store.
+
+        Removes unfinished files of a process that was killed.
+        """
         index = self.folder / INDEX
         source = {**asdict(self.source), "layer_ids": list(self.source.layer_ids)}
         own = {"format": FORMAT, "source": source, "held_out_share": self.held_out_share}
@@ -213,7 +244,10 @@ class FeatureStore(FeatureReader):
         self._make_room(0)
 
     def _add_shard(self, version: int, sequences: list[tuple[SequenceFeatures, bool]]) -> None:
-        """Makes room for a shard and writes it, unless newer shards leave no room for its version."""
+        """Writes sequences of one policy version as a new shard, and drops older shards if there is no room for it.
+
+        If only newer shards could make room, the sequences are not written.
+        """
         number = max((_age(shard)[1] for shard in self.shards()), default=-1) + 1
         data = _serialized(sequences)
         file = self.folder / f"shard-{version:08d}-{number:08d}.safetensors"
@@ -221,9 +255,10 @@ class FeatureStore(FeatureReader):
             write_atomically(file, data)
 
     def _make_room(self, num_bytes: int, age: tuple[float, float] = (math.inf, 0)) -> bool:
-        """Drops the oldest shards until `num_bytes` more fit.
+        """Drops the oldest shards until there is room for `num_bytes` more, and returns whether there is.
 
-        If this would drop shards that are newer than `age`, it drops none and returns False.
+        Only shards older than `age`, which is a policy version and a shard's number, may be dropped. If dropping all of them
+        would not be enough, none is dropped.
         """
         shards = [(shard, shard.stat().st_size) for shard in self.shards()]
         older = [(shard, size) for shard, size in shards if _age(shard) < age]
@@ -237,7 +272,7 @@ class FeatureStore(FeatureReader):
         return True
 
     def _check(self, features: SequenceFeatures) -> None:
-        """Raises ValueError if a sequence cannot be stored."""
+        """Raises ValueError if a sequence cannot be stored, because of its shapes, its dtypes or its size."""
         hidden_size = self.source.hidden_size
         num_layers = len(self.source.layer_ids)
         shapes = (tuple(features.aux_TF.shape), tuple(features.final_TH.shape))
@@ -253,7 +288,10 @@ class FeatureStore(FeatureReader):
 
 
 def _copied(features: SequenceFeatures) -> SequenceFeatures:
-    """Returns a copy on the CPU, so that the larger tensors of which the features are slices can be freed."""
+    """Returns a copy of the features on the CPU.
+
+    The features may be slices of larger tensors, which could not be freed without the copy.
+    """
     names = ("token_ids_T", "aux_TF", "final_TH", *(() if features.prompt_ids_P is None else ("prompt_ids_P",)))
     copies = {n: getattr(features, n).detach().cpu().clone(memory_format=torch.contiguous_format) for n in names}
     return dataclasses.replace(features, **copies)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features from which a head learns, which are the tokens of a sequence and the policy's hidden states at each of them.
+"""Features from which a draft head learns. They are the tokens of a sequence and the policy's hidden states at each token.
 
-Shapes: T tokens of a sequence, P tokens of its prompt, R generated tokens of a chunk, B texts of a micro-batch, H hidden
-size, F = auxiliary layers * H, V vocabulary.
+Shapes: T tokens of a sequence, P tokens of its prompt, R generated tokens of a chunk, B texts of a micro-batch, H hidden size,
+F = auxiliary layers * H, V vocabulary. An auxiliary layer is a policy layer whose input the head reads.
 """
 
 import hashlib
@@ -17,34 +17,38 @@ import torch
 from transformers import AutoModel, PreTrainedModel
 
 CHUNK_ELEMENTS = 1 << 24
-"""Approximate number of logits in memory at a time."""
+"""Approximate maximum number of logits that are in memory at a time."""
 MAX_EXCESS, WARN_EXCESS = 2.0, 0.5
-"""Limits of the surprise (minus the mean log-prob) of rollouts beyond the policy's entropy, in nats per token.
+"""Limits for the surprise of rollouts minus the policy's entropy, in nats per token.
 
-Rollouts above the first limit are refused, and above the second they cause a warning."""
+The surprise is minus the mean log-prob that the policy gives to the generated tokens. It is about the entropy if the policy
+has sampled them. Rollouts above the first limit are refused. Rollouts above the second one cause a warning."""
 
 Text = tuple[Sequence[int], int]
-"""Token ids of a prompt with its response, and the length of the prompt."""
+"""Token ids of a prompt followed by its response, and the number of tokens of the prompt."""
 
 
 @dataclass(frozen=True)
 class SequenceFeatures:
-    """Consecutive tokens of one sequence with the policy's hidden states. All tensors are on the CPU."""
+    """Successive tokens of one sequence with the policy's hidden states at these tokens. All tensors are on the CPU."""
 
     token_ids_T: torch.Tensor
-    """Tokens at the positions `first_position` and above, int32 [T]."""
+    """Token ids, int32 [T]. The first one is that of the token at `first_position`."""
     aux_TF: torch.Tensor
-    """Residual stream before each auxiliary layer, without norm, in the order of the layer ids, [T, F]."""
+    """Residual stream before each auxiliary layer, without norm, [T, F]. The auxiliary layers are the policy layers whose
+    inputs the head reads, in the order of the head's layer ids."""
     final_TH: torch.Tensor
     """States after the final norm, [T, H]. The policy's LM head turns them into logits of the next token."""
     prompt_length: int
-    """Number of tokens of the prompt. A head learns to draft the tokens after them."""
+    """Number of tokens of the prompt. A head learns to draft only the tokens after the prompt."""
     policy_version: int
     """Version of the weights that computed the features."""
     first_position: int = 0
-    """Position in the sequence of the first of these tokens. It is 0 if the features begin where the sequence does."""
+    """Position in the sequence of the first token of `token_ids_T`. It is 0 if the features begin where the sequence
+    begins."""
     prompt_ids_P: torch.Tensor | None = None
-    """The whole prompt, int32 [P], if the features begin later because its first tokens were in the KV cache. Else None."""
+    """Token ids of the whole prompt, int32 [P], if the features do not begin where the sequence begins. This happens if the
+    engine had the first tokens of the prompt in its KV cache. Otherwise None."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == len(self.aux_TF) == len(self.final_TH), "features must cover the same tokens"
@@ -55,7 +59,7 @@ class SequenceFeatures:
 
     @property
     def whole_prompt_P(self) -> torch.Tensor:
-        """The tokens of the whole prompt, int32 [P]. Raises ValueError if they are unknown."""
+        """Token ids of the whole prompt, int32 [P]. Raises ValueError if they are not known."""
         if self.prompt_ids_P is not None:
             return self.prompt_ids_P
         if self.first_position > 0 or self.num_tokens < self.prompt_length:
@@ -64,12 +68,18 @@ class SequenceFeatures:
 
     @property
     def first_start(self) -> int:
-        """Index in `token_ids_T` of the token before the first generated one, where a head starts to draft."""
+        """Index in `token_ids_T` of the last token of the prompt, or 0 if the features begin after the prompt.
+
+        From the states at this index on, a head learns to draft.
+        """
         return max(0, self.prompt_length - self.first_position - 1)
 
     @property
     def num_draftable(self) -> int:
-        """Number of generated tokens that a head can draft, which excludes the first because the policy samples it."""
+        """Number of generated tokens that a head can draft.
+
+        The first generated token is not counted, because the policy always samples it before the head drafts.
+        """
         return max(0, self.num_tokens - 2 - self.first_start)
 
     @property
@@ -79,16 +89,20 @@ class SequenceFeatures:
 
 
 def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
-    """Returns whether a prompt's sequences are held out from training. Its hash decides, for about a `share` of prompts."""
+    """Returns whether the sequences of a prompt are held out from training.
+
+    This depends only on a hash of the prompt, and is true for about `share` of all prompts.
+    """
     data = np.ascontiguousarray(np.asarray(prompt_ids), dtype="<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
 
 @contextmanager
 def loading_faults(folder: Path, what: str, fix: str = "copy the folder again") -> Iterator[None]:
-    """Turns every error with which transformers refuses a damaged `folder` into a ValueError with folder, problem and fix.
+    """Turns every error that transformers raises for a damaged `folder` into a ValueError with the folder, `what` and `fix`.
 
-    The errors are of many kinds. A damaged tokenizer even makes Rust panic, which in Python is not an `Exception`.
+    `what` names the problem, and `fix` says what to do. The errors of transformers have many types. A damaged tokenizer even
+    makes Rust code panic, which in Python is not an `Exception`.
     """
     try:
         yield
@@ -102,7 +116,10 @@ def loading_faults(folder: Path, what: str, fix: str = "copy the folder again") 
 def load_policy(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Returns the decoder of a Hugging Face folder without its LM head, for inference. Raises ValueError for a damaged one."""
+    """Returns the policy in a Hugging Face folder as a model for inference, without its LM head.
+
+    Raises ValueError if the folder is damaged.
+    """
     with loading_faults(folder, "transformers cannot load it"):
         model = AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval().requires_grad_(False)
@@ -112,10 +129,11 @@ def load_policy(
 def hf_features(
     policy: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int], max_tokens: int = 8192
 ) -> list[SequenceFeatures]:
-    """Returns the features of `texts` in the same order, from forward passes in the policy's dtype.
+    """Computes the features of `texts` with forward passes in the policy's dtype, and returns them in the same order.
 
-    Each text must have a generated token. The feature of layer i is the residual stream before the policy's layer i. A forward
-    pass has at most `max_tokens` positions including padding, but a text that is longer gets a pass of its own.
+    Each text must have a generated token. The features have the residual stream before each of the policy's layers in
+    `layer_ids`. A forward pass has at most `max_tokens` positions including padding, but a text that is longer gets a pass of
+    its own.
     """
     found: dict[int, SequenceFeatures] = {}
     for batch in _micro_batches([len(ids) for ids, _ in texts], max_tokens):
@@ -134,9 +152,10 @@ def hf_features(
 
 
 def _micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yields lists of indices of texts with similar lengths.
+    """Groups texts of similar lengths, and yields the indices of the texts in each group.
 
-    A list takes at most `max_tokens` positions when its texts are padded, or has one text.
+    If the texts of a group are padded to the longest one, they take at most `max_tokens` positions. A text that is longer is a
+    group of its own.
     """
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -152,11 +171,12 @@ def _micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int
 def check_surprise(
     lm_head_VH: torch.Tensor, sequences: Sequence[SequenceFeatures], temperature: float = 1.0
 ) -> str | None:
-    """Returns a warning if the generated tokens look like another policy's, and otherwise None.
+    """Returns a warning if another policy has probably sampled the generated tokens, and otherwise None.
 
-    Token ids of another tokenizer may be valid ids, so only their probabilities reveal the difference. The mean log-prob of
-    the policy's own samples is about minus its entropy. Temperature 0 counts as 1. Raises ValueError if the tokens cannot be
-    the policy's, because they are less likely than uniform guesses, or far less likely than its entropy suggests.
+    Token ids of another tokenizer may be valid ids, so only their probabilities show that they are wrong. If the policy itself
+    has sampled the tokens, their mean log-prob is about minus the policy's entropy. Temperature 0 counts as 1. Raises
+    ValueError if the policy cannot have sampled the tokens, because they are less likely than uniform guesses, or far less
+    likely than the entropy suggests.
     """
     rows = max(1, CHUNK_ELEMENTS // len(lm_head_VH))
     logprob = entropy = 0.0

@@ -6,9 +6,8 @@ A line of a JSONL file of rollouts has one of three forms, and may have further 
   {"prompt": "...", "response": "..."}, which the policy's tokenizer encodes unchanged
   token_ids, token_loss_mask and input_lengths, as NeMo-RL's GRPO logs them in train_data_step{N}.jsonl.
 A key whose value is null or NaN counts as absent. Such values appear when lines of different forms come from one table, which
-has the columns of all forms in every row. A line with a prompt, but with a response that is null or empty, is left out. It is
-a turn without text, such as one that only calls tools.
-Every error is a ValueError that names file, line, field and fix.
+has the columns of all forms in every row. A line with a prompt whose response is null or empty is left out. It is a turn
+without text, for example one that only calls tools. Every error is a ValueError that names file, line, field and fix.
 """
 
 import math
@@ -34,12 +33,13 @@ _AS_IDS = ("prompt_token_ids", "response_token_ids")
 _AS_TEXT = ("prompt", "response")
 
 Encode = Callable[[str, bool], list[int]]
-"""Returns the token ids of a text. If the flag is true, the text begins a sequence and gets the special tokens for that."""
+"""Function that returns the token ids of a text. Its second argument is true for a text at the beginning of a sequence, which
+gets the tokenizer's special tokens for the beginning."""
 
 
 @dataclass(frozen=True)
 class RolloutText:
-    """A response with all tokens before it. Each of the policy's turns in a conversation makes a text of its own."""
+    """A response of the policy with all tokens before it. Each response of a conversation is a text of its own."""
 
     token_ids: list[int]
     """Tokens of prompt and response."""
@@ -58,15 +58,15 @@ class RolloutText:
 
     @property
     def text(self) -> Text:
-        """The text in the form that `hf_features` expects."""
+        """Token ids and prompt length, in the form in which `hf_features` takes them."""
         return self.token_ids, self.prompt_length
 
 
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files that `paths` name, each once.
+    """Returns the files that `paths` stand for, without duplicates. Raises ValueError for a path without files.
 
-    A folder stands for NeMo-RL's logs below it in the order of their steps, or for all *.jsonl files below it if there are no
-    such logs.
+    A folder stands for NeMo-RL's files train_data_step*.jsonl below it, in the order of their steps. If it has none, it stands
+    for all *.jsonl files below it.
     """
     found: list[Path] = []
     for path in paths:
@@ -86,9 +86,11 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
 def read_rollouts(
     paths: Sequence[Path], policy_folder: Path, vocab_size: int, max_length: int
 ) -> tuple[list[RolloutText], list[str]]:
-    """Returns the texts of files and folders, in the order given, and sentences about what was read and left out.
+    """Returns the rollouts in files and folders, in the order given, and sentences for the user about what was read.
 
-    A text of more than `max_length` tokens is cut, or skipped if its prompt alone fills that length.
+    A text of more than `max_length` tokens is cut, or skipped if its prompt alone has that length. The sentences also say what
+    was cut or skipped. Raises ValueError for a line that is no rollout, for tokens that are not in the vocabulary, and if no
+    rollout is left.
     """
     encode = _encoder(policy_folder)
     files = rollout_files(paths)
@@ -118,10 +120,10 @@ def read_rollouts(
 
 
 def held_out_share(prompts: Iterable[Sequence[int]], wanted: float) -> float:
-    """Returns the share of prompts to hold out, which is `wanted` if this holds out at least 8 of `prompts`.
+    """Returns the share of prompts to hold out from training, so that at least 8 of `prompts` are held out.
 
-    Otherwise it is the next larger whole percentage that does. Raises ValueError for fewer than 16 different prompts, and if
-    no share leaves a prompt to train on.
+    It is `wanted` if that is enough, and otherwise the next larger whole percentage that is enough. Raises ValueError for
+    fewer than 16 different prompts, and if no share leaves a prompt to train on.
     """
     different = {tuple(p) for p in prompts}
     if len(different) < MIN_PROMPTS:
@@ -135,7 +137,7 @@ def held_out_share(prompts: Iterable[Sequence[int]], wanted: float) -> float:
 
 
 def _encoder(policy_folder: Path) -> Encode:
-    """Returns an encoder that loads the tokenizer when it is first called."""
+    """Returns a function that encodes texts with the policy's tokenizer, which it loads at its first call."""
 
     @cache
     def tokenizer() -> Any:
@@ -153,14 +155,20 @@ def _encoder(policy_folder: Path) -> Encode:
 
 
 def token_ids_of(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
-    """Returns the ids of a text. A text that `begins` a sequence gets the special tokens for that if it lacks them."""
+    """Returns the token ids of a text. If `begins` is true, the text is the beginning of a sequence.
+
+    Then the tokenizer's special tokens for the beginning are added, unless the text already has them.
+    """
     ids = list(tokenizer(text, add_special_tokens=begins)["input_ids"])
     added = len(os.path.commonprefix([ids, tokenizer("")["input_ids"]])) if begins else 0  # noqa: RUF071 (lists)
     return ids[added:] if ids[:added] == ids[added : 2 * added] else ids
 
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, JSON object) for each line that is not blank."""
+    """Yields the place (file and line) and the JSON object of each line that is not blank.
+
+    Raises ValueError if a line is not a JSON object.
+    """
     for where, record in json_lines(file):
         if not isinstance(record, dict):
             raise ValueError(f"{where}: {type(record).__name__}, not an object; a line has {FORMS}")
@@ -168,7 +176,10 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
-    """Yields the texts of a line in any of the three forms, or none if nothing was generated."""
+    """Yields the rollouts in one line of a file, which may have any of the forms in `FORMS`.
+
+    Yields nothing if the line has no generated tokens. Raises ValueError if it has none of the forms.
+    """
     present = {key for key, value in record.items() if not _is_absent(value)}
     if present.issuperset(_AS_LOGGED):
         yield from _logged_texts(record, where)
@@ -185,7 +196,7 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
 
 
 def _listed(keys: Iterable[str]) -> str:
-    """Returns the first few keys in order, each cut to a readable length."""
+    """Returns up to six keys as a text for an error, in alphabetical order and each cut to 40 characters."""
     return ", ".join(key[:40] for key in sorted(keys)[:6])
 
 
@@ -202,7 +213,10 @@ def _answer(prompt: list[int], response: list[int], where: str) -> Iterator[Roll
 
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
-    """Yields a text for each span with mask 1 (generated tokens) of a line of NeMo-RL, unless no tokens precede the span."""
+    """Yields a rollout for each response in a line of NeMo-RL's log, which may have several samples and turns.
+
+    A response is a span of tokens whose mask is 1. A span at the beginning of a sample is skipped, because it has no prompt.
+    """
     rows, masks = (_as_batch(record[key], f"{where}: {key}") for key in _AS_LOGGED)
     given = record.get("input_lengths")
     lengths = [len(row) for row in rows] if _is_absent(given) else given if isinstance(given, list) else [given]
@@ -229,14 +243,17 @@ def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
 
 
 def _as_batch(value: Any, field: str) -> list[list[Any]]:
-    """Returns the value as a list of lists. A flat list becomes the only row."""
+    """Returns `value` as a list of rows, where a list that is not nested is the only row.
+
+    Raises ValueError that names `field` if it is not a list.
+    """
     if not isinstance(value, list):
         raise ValueError(f"{field} must be a list, and is {reprlib.repr(value)}; write the line again")
     return value if all(isinstance(v, list) for v in value) else [value]
 
 
 def _text(value: Any, field: str) -> str:
-    """Returns a prompt or a response after checking that it is text that can be encoded."""
+    """Returns a prompt or a response unchanged. Raises ValueError that names `field` if it is not a valid text."""
     if not isinstance(value, str):
         fix = "messages and their parts need the policy's chat template first, or give token ids"
         raise ValueError(f"{field} must be a text, and is {reprlib.repr(value)}; {fix}")
@@ -249,7 +266,10 @@ def _text(value: Any, field: str) -> str:
 
 
 def whole_token_ids(value: Any, field: str) -> list[int]:
-    """Returns a list of whole numbers, each as an int. Raises ValueError about `field` for anything else."""
+    """Returns a list of token ids as ints. Floats such as 4.0, as pandas writes them, are converted.
+
+    Raises ValueError that names `field` for anything that is not a list of whole numbers.
+    """
     if not isinstance(value, list):
         raise ValueError(f"{field} must be a list of whole numbers, and is {reprlib.repr(value)}; write the line again")
     if all(type(i) is int for i in value):

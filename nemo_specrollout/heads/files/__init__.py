@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads on disk, with what their folders hold, whether they fit a policy, and which head a run serves."""
+"""Folders of draft heads, with what is in them, whether a head fits a policy, and which head a run has in service."""

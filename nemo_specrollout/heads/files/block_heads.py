@@ -24,8 +24,8 @@ _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftMod
 def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[str]:
     """Returns a sentence for each draft head of the configuration `block` that does not fit the policy or its texts.
 
-    The longest text has `length` tokens, which is ignored if it is not an int. Heads and policies that are given by their
-    names on the Hub pass, because their files are not known.
+    `length` is the number of tokens of the longest text. It is ignored if it is not an int. A head or a policy that is given
+    by its name on the Hub is not checked, because its files are not known.
     """
     found = list[str | None]()
     length = length if isinstance(length, int) else None
@@ -39,7 +39,7 @@ def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[
 def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
     """Returns a sentence if `drafter` is a DFlash or DSpark head that cannot draft for `policy`, and otherwise None.
 
-    A head that is given by its name on the Hub passes, because its files are not known.
+    A head that is given by its name on the Hub is not checked, because its files are not known.
     """
     if not isinstance(drafter, BlockDrafterConfig) or not Path(drafter.model).is_dir():
         return None
@@ -73,7 +73,10 @@ def _reason(
 
 
 def _names(config: Mapping[str, Any]) -> set[str]:
-    """Returns the name of a checkpoint's algorithm if `speculators` wrote it, and otherwise those of its architectures."""
+    """Returns the names that tell which kind of head a checkpoint has.
+
+    If `speculators` wrote the checkpoint, this is the name of its algorithm. Otherwise it is the architectures in its config.
+    """
     if "speculators_model_type" in config:
         return {str(config["speculators_model_type"])}
     return set(config.get("architectures") or ())
@@ -100,7 +103,7 @@ def _layers_read(config: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _shape_misfit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns a sentence if layers are missing, or if the input width of `fc` contradicts the config, and otherwise None."""
+    """Returns a sentence if a layer has no tensors or the input width of `fc` contradicts the config, and otherwise None."""
     layer = config.get("transformer_layer_config") or config
     wanted = layer.get("num_hidden_layers") or 0
     there = {number for name in shapes if (number := layer_number(name)) is not None}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks the folder of an EAGLE-3 head, with its config, the headers of its tensors, and the tensors.
+"""Reads and checks the folder of an EAGLE-3 head, which has a config.json and files of tensors.
 
-The config may have either of two layouts. In the one of `speculators`, `transformer_layer_config` describes the decoder layer.
-In the flat one of vLLM and ModelOpt, the config itself does, and the tensors of the layer are called `midlayer.*`. This module
-gives tensor names as in the first layout. Only functions that read tensors load torch.
+The config has one of two layouts. In the layout of `speculators`, the key `transformer_layer_config` describes the decoder
+layer. In the flat layout of vLLM and ModelOpt, the top level of the config describes it, and the layer's tensors are called
+`midlayer.*`. This module returns the tensor names of the first layout for both. Only functions that read tensors load torch.
 
 Shapes: D tokens that the head can draft.
 """
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 LAYER_IDS_FIELD = "eagle_aux_hidden_state_layer_ids"
 MODEL_TYPES = ("qwen3", "llama")
-"""Kinds of decoder layer that a head may have."""
+"""Values of `model_type` that a head's decoder layer may have."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PolicyFacts:
     max_position_embeddings: int
     """Longest context in tokens."""
     is_untied: bool
-    """True if the config says that the LM head is not tied to the embedding. Many configs say nothing about it."""
+    """True if the config says that the LM head is not tied to the embedding. False if it says the opposite or nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class HeadFacts:
 
     folder: Path
     layer: Mapping[str, Any]
-    """Config of the head's decoder layer, which is of one of `MODEL_TYPES`."""
+    """Config of the head's decoder layer, whose `model_type` is one of `MODEL_TYPES`."""
     hidden_size: int
     vocab_size: int
     draft_vocab_size: int
     max_position_embeddings: int
     layer_ids: tuple[int, ...]
-    """Layers of the policy whose inputs the head reads. Empty if the config has none at its top level, where all of vLLM
-    looks."""
+    """Policy layers whose inputs the head reads. Empty if the config does not name them at its top level, which is the only
+    place where every part of vLLM looks for them."""
     flags: Mapping[str, bool]
-    """Switches of the architecture, by their names in `speculators`."""
+    """Yes-or-no options of the architecture, by their names in `speculators`."""
     shapes: Mapping[str, Shape]
 
     @property
@@ -68,7 +68,10 @@ class HeadFacts:
 
 
 def read_policy_facts(folder: Path) -> PolicyFacts:
-    """Reads a policy's config.json. Raises ValueError if it cannot be read or lacks a field."""
+    """Returns what a policy's config.json says about the properties with which a head must agree.
+
+    Raises ValueError if the file cannot be read or lacks a field.
+    """
     whole = _read_config(folder, "policy")
     where = folder / "config.json"
     config = _block(whole, "text_config", folder) or whole
@@ -83,7 +86,10 @@ def read_policy_facts(folder: Path) -> PolicyFacts:
 
 
 def read_head_facts(folder: Path) -> HeadFacts:
-    """Reads the config and the tensors' headers. Raises ValueError for a folder that is truncated or not an EAGLE-3 head."""
+    """Returns the properties of the head in `folder`, from its config.json and the headers of its tensor files.
+
+    Raises ValueError if a file is truncated or if the head is not an EAGLE-3 head.
+    """
     config = _read_config(folder, "head")
     where = folder / "config.json"
     is_flat = "transformer_layer_config" not in config
@@ -113,7 +119,10 @@ def read_head_facts(folder: Path) -> HeadFacts:
 
 
 def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...] = ("",)) -> "dict[str, torch.Tensor]":
-    """Returns the tensors whose names end in one of `only`, by name. They are numpy arrays if the framework is `np`."""
+    """Returns a head's tensors by their names in `speculators`, as numpy arrays if the framework is `np`.
+
+    Reads only tensors whose names in the files end in one of `only`, which by default are all.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for file in _tensor_files(folder):
         with safe_open(file, framework) as opened:
@@ -123,10 +132,10 @@ def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...]
 
 
 def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, read_tensors: bool = True) -> HeadFacts:
-    """Returns the facts of a head, after checking that it is complete and fits the policy and texts of `length` tokens.
+    """Checks that a head is complete and fits the policy and texts of `length` tokens, and returns the head's properties.
 
-    `length` is None if it is not known. Raises ValueError if a check fails. Without `read_tensors` no floats are read, so the
-    check takes only milliseconds.
+    `length` is None if it is not known. Raises ValueError if a check fails. If `read_tensors` is false, the weights are not
+    read, so the check takes only milliseconds.
     """
     facts = read_head_facts(folder)
     policy = read_policy_facts(policy_folder)
@@ -142,7 +151,10 @@ def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, 
 
 
 def misfit(head: str, policy: str, length: int | None = None) -> str | None:
-    """Returns why a head does not fit a policy or texts of `length` tokens. None if it fits, or if one is no local folder."""
+    """Returns why a head does not fit a policy or texts of `length` tokens, or None if it fits.
+
+    If `head` or `policy` is not a local folder, nothing can be checked, and the result is None too.
+    """
     if Path(head).is_dir() and Path(policy).is_dir():
         try:
             check_head(Path(head), Path(policy), length, read_tensors=False)
@@ -155,8 +167,8 @@ def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) ->
     """Returns the layers whose inputs a head reads, from the `eagle_config` nested in its config, or else vLLM's default.
 
     Returns () if the policy has too few layers for the default. A head that SpecForge trains with its default reads the same
-    states, but its config names the layers that output them, which are the layers before. So exactly those ids count as the
-    default.
+    states as one with vLLM's default. But its config names the layers that output these states, which are one layer earlier.
+    So an `eagle_config` with exactly these ids stands for vLLM's default.
     """
     ids = tuple((eagle_config or {}).get(LAYER_IDS_FIELD) or ())
     default = (2, num_layers // 2, num_layers - 3)
@@ -167,7 +179,10 @@ def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) ->
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> None:
-    """Raises ValueError with a text that begins with `where`, unless the ids are distinct layers of the policy."""
+    """Raises ValueError unless `layer_ids` are distinct layers of a policy that has `num_layers` layers.
+
+    The text of the error begins with `where`.
+    """
     if not layer_ids:
         raise ValueError(f"{where}: {LAYER_IDS_FIELD} is absent, and vLLM would guess; write the ids of its training")
     if len(set(layer_ids)) < len(layer_ids) or min(layer_ids) < 0 or max(layer_ids) >= num_layers:
@@ -176,7 +191,10 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> 
 
 
 def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Raises ValueError for a tensor that is not finite or is all zero, and for invalid vocabulary maps `d2t` and `t2d`."""
+    """Raises ValueError if a tensor of a head is not finite or all zero, or if a vocabulary map is invalid.
+
+    The vocabulary maps `d2t` and `t2d` say which of the policy's tokens the head can draft.
+    """
     import torch
 
     for name, tensor in ((n, t) for n, t in tensors.items() if t.is_floating_point()):
@@ -188,7 +206,10 @@ def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> Non
 
 
 def _check_maps(facts: HeadFacts, tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError for invalid vocabulary maps `d2t` and `t2d`, which may be torch tensors or numpy arrays."""
+    """Raises ValueError if a head's vocabulary maps `d2t` and `t2d` are invalid. They may be torch tensors or numpy arrays.
+
+    The maps say which of the policy's tokens the head can draft.
+    """
     import numpy as np
 
     index_D = np.arange(facts.draft_vocab_size)
@@ -202,7 +223,7 @@ def _check_maps(facts: HeadFacts, tensors: Mapping[str, Any]) -> None:
 
 
 def _check_fit(facts: HeadFacts, policy: PolicyFacts, length: int | None) -> None:
-    """Raises ValueError if the head's config does not fit the policy's, or texts of `length` tokens."""
+    """Raises ValueError if the head's config does not fit the policy's config or texts of `length` tokens."""
     where = f"{facts.folder}/config.json"
     for name in ("hidden_size", "vocab_size"):
         head = getattr(facts, name)
@@ -218,7 +239,7 @@ def _check_fit(facts: HeadFacts, policy: PolicyFacts, length: int | None) -> Non
 
 
 def _check_shapes(facts: HeadFacts) -> None:
-    """Raises ValueError unless the tensors are the ones that the config requires or allows."""
+    """Raises ValueError if a tensor that the config requires is missing, if one is not allowed, or if a shape is wrong."""
     required = _required_shapes(facts)
     found = facts.shapes
     optional: dict[str, Shape] = {"embed_tokens.weight": (facts.vocab_size, facts.hidden_size)}
@@ -263,7 +284,10 @@ def _required_shapes(facts: HeadFacts) -> dict[str, Shape]:
 
 
 def _layer_shapes(facts: HeadFacts, is_first: bool) -> dict[str, Shape]:
-    """Returns the shapes of a decoder layer. The first reads an embedding beside the hidden state."""
+    """Returns the shapes of the tensors of a decoder layer by name.
+
+    The head's first layer has inputs of twice the width, because it reads an embedding beside the hidden state.
+    """
 
     def size(name: str, default: int | None = None) -> int:
         return size_in(facts.layer, name, facts.folder / "config.json", default)
@@ -292,7 +316,7 @@ def _layer_shapes(facts: HeadFacts, is_first: bool) -> dict[str, Shape]:
 
 
 def _longest_text(config: Mapping[str, Any], folder: Path) -> int:
-    """Returns the length in tokens of the longest text that a config allows, including the extension by YaRN."""
+    """Returns the length in tokens of the longest text that a model's config allows, including an extension by YaRN."""
     where = folder / "config.json"
     length = num_positions(config, where)
     return size_in(config, "max_position_embeddings", where) if length is None else length
@@ -306,7 +330,7 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _speculators_name(name: str) -> str:
-    """Returns the name in `speculators` of a tensor of either layout."""
+    """Returns the name that a tensor has in `speculators`. `name` is its name in a file of either layout."""
     name = name.removeprefix("model.").removeprefix("eagle_module.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 

@@ -12,24 +12,24 @@ from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 NUM_KEPT = 3
-"""Number of the newest heads, and of the newest teachers (see `HeadFolder`), that are kept. After an alarm, an engine reads
-its head and the one before it."""
+"""Number of draft heads that are kept, the newest first. As many files with the policy's LM head and embedding are kept. More
+than one is needed because an engine reads its head and the one before it after an alarm."""
 
 
 @dataclass(frozen=True)
 class PublishedHead:
-    """The head in service. Its numbers are None if an older version of this package published it."""
+    """The head in service. Its numbers are None if an older version of this package has published it."""
 
     folder: Path
     policy_version: int | None = None
-    """Version of the policy that it was trained for."""
+    """Policy version for which the head was trained."""
     expected_length: float | None = None
-    """Acceptance length on held-out sequences, tokens."""
+    """Acceptance length of the head on held-out sequences, in tokens."""
 
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """What an RL step has decided about the head, and what came of it, for logs and for other processes."""
+    """The decision about a refresh after an RL step, and the result of the refresh, for logs and for other processes."""
 
     decision: str
     """Whether the head was refreshed, and why."""
@@ -41,41 +41,44 @@ class RefreshRecord:
     refresh_s: float | None = None
     """Seconds that training and judging took."""
     head: str | None = None
-    """Name of the published head's folder."""
+    """Name of the new head's folder, or None if the head was refused."""
     policy_version: int | None = None
     expected_length: float | None = None
-    """Acceptance length of the new head on held-out sequences, tokens."""
+    """Acceptance length of the new head on held-out sequences, in tokens."""
 
     def known(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class HeadFolder:
-    """The layout of a run's folder of draft heads. The object keeps no state, and every call reads the disk.
+    """Knows the layout of a run's folder of draft heads. The object keeps no state, and every call reads the disk.
 
     `features/` has the feature store, or one for each engine. `teachers/` has the LM head and embedding of each policy
-    version. `step_N/` is a head that passed the gate, and `refused/` is the last one that did not. `published.json` names the
-    head in service.
+    version. `step_N/` is a head that was published after RL step N, and `refused/` is the last head that was refused.
+    `published.json` names the head in service.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def features(self, engine: int | None = None) -> Path:
-        """Returns the folder of the only feature store, or of the store of one engine."""
+        """Returns the folder of the feature store of engine number `engine`, or of the only store if `engine` is None."""
         return self.path / "features" / ("" if engine is None else f"engine_{engine}")
 
     def teacher(self, version: int) -> Path:
-        """Returns the path of the LM head and embedding of a policy version, and creates its folder."""
+        """Returns the path of the file with the LM head and embedding of a policy version, and creates its folder."""
         (self.path / "teachers").mkdir(parents=True, exist_ok=True)
         return self.path / "teachers" / f"policy_{version}.safetensors"
 
     def candidate(self, step: int, published: bool) -> Path:
-        """Returns the folder for a head that was judged after RL step `step`, which is `refused/` if the head was refused."""
+        """Returns the folder for a head that was judged after RL step `step`. For a refused head this is `refused/`."""
         return self.path / (f"step_{step}" if published else "refused")
 
     def published(self) -> PublishedHead | None:
-        """Returns the head in service, or None if it is the configured one. Raises ConfigError for a damaged file."""
+        """Returns the published head that is in service, or None if the head that the config names is in service.
+
+        Raises ConfigError if `published.json` is damaged.
+        """
         file = self.path / "published.json"
         if not file.is_file():
             return None
@@ -86,19 +89,19 @@ class HeadFolder:
             raise ConfigError(f"{file} is damaged ({error}); bring it back from a copy, or remove it") from error
 
     def publish(self, head: PublishedHead) -> None:
-        """Puts a head into service."""
+        """Puts a head into service, by writing its name to `published.json`."""
         facts = {"policy_version": head.policy_version, "expected_length": head.expected_length}
         write_atomically(self.path / "published.json", json.dumps({"head": head.folder.name, **facts}) + "\n")
 
     def withdraw(self) -> None:
-        """Puts the configured head into service, for a run that starts from the beginning."""
+        """Puts the head that the config names into service again. A run that starts from the beginning calls this."""
         (self.path / "published.json").unlink(missing_ok=True)
 
     def forget_old(self, version: int) -> None:
-        """Removes old heads and teachers.
+        """Removes old heads, and old copies of the policy's LM head and embedding.
 
-        The `NUM_KEPT` newest heads and the head in service stay, and so do the teachers of policy version `version` and the
-        ones just before it.
+        The `NUM_KEPT` newest heads and the head in service stay. So do the copies of policy version `version` and of the
+        versions just before it, `NUM_KEPT` in all.
         """
         published = self.published()
         heads = sorted(self.path.glob("step_*"), key=lambda p: p.stat().st_mtime)

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refreshes of a head, offline and while a run trains, and the comparison that decides whether the new head is published."""
+"""Refreshes of a draft head, which train a new head and compare it with the old one to decide whether to publish it.
+
+A refresh is either offline, as one command, or online, while RL trains the policy.
+"""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of a candidate, which is a head that a refresh has trained, with the head in service, and its head card."""
+"""Compares a candidate with the head in service, and writes its head card.
+
+A candidate is a draft head that a refresh has trained and that is not published yet. The head in service is the one with which
+the engines draft now. The head card is a file beside a head that describes its training and its acceptance.
+"""
 
 import copy
 import json
@@ -24,21 +28,21 @@ from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.storage.files import write_atomically
 
 MIN_GAIN = 0.05
-"""Smallest number of accepted drafts per engine step by which `Refresh.gain` divides, so that the gain stays finite."""
+"""Smallest divisor of `Refresh.gain`, in accepted draft tokens per engine step. It keeps the gain finite."""
 
 
 @dataclass(frozen=True)
 class RefreshData:
-    """Features for one refresh."""
+    """Features with which one refresh trains and judges a head."""
 
     training: Sequence[SequenceFeatures]
-    """Sequences to learn from."""
+    """Sequences on which the head is trained."""
     held_out: Sequence[SequenceFeatures]
-    """Sequences of other prompts, with which heads are judged."""
+    """Sequences of other prompts, on which heads are judged."""
 
     @property
     def lacking(self) -> str | None:
-        """Description of data that is missing for training or for the gate, or None if nothing is missing."""
+        """Sentence that says which data is missing for training or for the publish gate, or None if there is enough."""
         if not self.training:
             return "no sequence to learn from was captured so far"
         if (count := num_prompts(self.held_out)) < MIN_SAMPLES:
@@ -48,27 +52,29 @@ class RefreshData:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The gate's decision, with the held-out acceptance on which it is based."""
+    """The publish gate's decision about a candidate, with the acceptance on held-out sequences on which it is based."""
 
     decision: GateDecision
     after: Acceptance
+    """Acceptance of the candidate."""
     before: Acceptance | None
-    """Acceptance of the head in service, or None if there is none."""
+    """Acceptance of the head in service, or None if there is no such head."""
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """A candidate with its training and its judgement."""
+    """The result of a refresh, which is the candidate, figures of its training, and a comparison with the head in service."""
 
     candidate: DraftHead
     judgement: Judgement | None
     """Comparison with the head in service, or None if training failed."""
     training: TrainingProgress
-    """Totals of the training, up to its failure if it failed."""
+    """Number of steps and tokens of the training, and its seconds. If the training failed, these are the figures at that
+    moment."""
     reason: str
-    """Verdict of the gate, or why training failed."""
+    """Sentence with the publish gate's verdict, or with the reason why training failed."""
     seconds: float
-    """Seconds of training, and of judging in an online refresh."""
+    """Seconds that the training took. In an online refresh they include the seconds of judging the candidate."""
 
     @property
     def published(self) -> bool:
@@ -76,7 +82,10 @@ class Refresh:
 
     @property
     def difference(self) -> float:
-        """The gate's difference in acceptance length, or minus infinity if training failed."""
+        """Mean acceptance length of the candidate minus that of the head in service (`GateDecision.difference`).
+
+        It is minus infinity if training failed.
+        """
         return -math.inf if self.judgement is None else self.judgement.decision.difference
 
     @property
@@ -85,7 +94,10 @@ class Refresh:
 
     @property
     def gain(self) -> float | None:
-        """Accepted drafts per engine step of the new head, divided by those of the head before. None if it was refused."""
+        """Accepted draft tokens per engine step with the candidate, divided by those with the head that it replaces.
+
+        It is None if the candidate was refused.
+        """
         judgement = self.judgement
         if not self.published or judgement is None:
             return None
@@ -99,15 +111,16 @@ class Judge:
 
     gate: PublishGate
     num_drafts: int
-    """Number of draft tokens of a request in an engine step, for which acceptance is measured."""
+    """Number of draft tokens per request and engine step for which acceptance is measured."""
     temperature: float = 1.0
 
     def compare(
         self, candidate: DraftHead, current: DraftHead | None, held_out: Sequence[SequenceFeatures]
     ) -> Judgement:
-        """Returns the judgement of `candidate` against `current`, which is None if no head is in service.
+        """Compares `candidate` with `current`, which is the head in service, and returns the publish gate's decision.
 
-        The heads are compared on each sequence of `held_out`, and all sequences of one prompt count as one sample.
+        `current` is None if no head is in service. The acceptance of both heads is measured on each sequence of `held_out`.
+        Sequences of the same prompt count as one sample.
         """
         after = measure_acceptance(candidate, held_out, self.num_drafts, self.temperature)
         before = None if current is None else measure_acceptance(current, held_out, self.num_drafts, self.temperature)
@@ -126,10 +139,10 @@ class Judge:
 def refresh_head(
     current: DraftHead, start: DraftHead, data: RefreshData, settings: TrainingSettings, budget: Budget, judge: Judge
 ) -> Refresh:
-    """Trains a copy of `start`, and judges it against `current`, the head in service.
+    """Trains a copy of `start`, compares it with `current`, which is the head in service, and returns the result.
 
-    `start` is either `current` or an earlier candidate that the gate refused although it seemed better. If training fails, the
-    result is a refused candidate and not an error.
+    `start` is either `current` or an earlier candidate that the publish gate refused although it seemed better. If training
+    fails, no error is raised, and the candidate counts as refused.
     """
     started = time.perf_counter()
     trainer = HeadTrainer(copy.deepcopy(start), settings)
@@ -146,7 +159,10 @@ def refresh_head(
 
 
 def num_prompts(held_out: Sequence[SequenceFeatures]) -> int:
-    """Returns the number of different prompts, without those whose sequences have no token that a head can draft."""
+    """Returns the number of different prompts in `held_out`.
+
+    A prompt counts only if one of its sequences has a token that a head can draft.
+    """
     return len({_prompt_hash(s) for s in held_out if s.num_draftable})
 
 
@@ -158,9 +174,10 @@ def write_card(
     policy: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> None:
-    """Checks the head in `folder` and writes its card, `head_card.json`. Raises ValueError if it does not fit the policy.
+    """Checks the head in `folder` and writes its head card, which is the file `head_card.json`.
 
     `policy` and `data` are the card's entries about the policy (folder and version) and about the features (hash and counts).
+    Raises ValueError if the head does not fit the policy.
     """
     check_head(folder, policy_folder)
     judgement = refresh.judgement

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline refresh, which makes a draft head from stored rollouts in one command that can be killed and repeated.
+"""Offline refresh, in which one command trains a draft head on stored rollouts. If it is killed, a repeated command continues.
 
 Shapes: V vocabulary of the policy, H hidden size.
 """
@@ -62,7 +62,7 @@ from nemo_specrollout.heads.training.trainer import (
 from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 SAVE_EVERY_S = 15.0
-"""Seconds between two writes of the trainer's state."""
+"""Minimum seconds between two writes of the trainer's state to disk."""
 MEASURE_EVERY_S = 20.0
 """Minimum seconds between two measurements of acceptance during training."""
 LIVE_TOKENS = 1_000
@@ -70,14 +70,14 @@ LIVE_TOKENS = 1_000
 HELD_OUT_TOKENS = 60_000
 """Maximum number of held-out tokens on which the heads are judged."""
 CHECKED_SEQUENCES = 64
-"""Number of sequences by which the refresh checks that the policy itself has sampled the rollouts."""
+"""Number of sequences on which a refresh checks whether the policy itself has sampled the rollouts."""
 CHUNK_TEXTS = 64
-"""Number of texts whose features are computed together. A continued refresh has the same chunks, so it computes the same
-features."""
+"""Number of texts whose features are computed together. It is the same for all refreshes, so that a refresh that was
+interrupted computes the same features when it continues."""
 FLUSH_EVERY_S = 15.0
-"""Seconds between two writes of features."""
+"""Minimum seconds between two writes of features to disk."""
 SMALLEST_STORE_BYTES = 1 << 24
-"""Smallest size limit of a feature store, in bytes."""
+"""Minimum for the size limit of a feature store, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class RefreshJob:
     view: Any
     """Output for the user, a `cli.refresh_draft.TerminalView`."""
     check: Callable[[], None]
-    """Function that raises KeyboardInterrupt if the user asked to stop. It is called between steps and between chunks."""
+    """Function that raises KeyboardInterrupt if the user asked to stop. It is called between training steps, and between
+    chunks of texts while features are computed."""
     policy: Path
     facts: PolicyFacts
     device: torch.device
@@ -100,12 +101,12 @@ class RefreshJob:
 
 
 def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None] = lambda: None) -> bool:
-    """Makes a draft head from stored rollouts, and returns whether it was published.
+    """Trains a draft head on stored rollouts, and returns whether it was published.
 
-    Features, trainer and candidate are kept in `DIR.partial`, where DIR is the folder of the new head, so that a repeated
-    command continues from them. Nothing else is written before the publish gate has decided. A call that fails before it has
-    stored features removes the `DIR.partial` that it has created. `view` and `check` are as in `RefreshJob`. Raises ValueError
-    for bad input and OSError for a full disk.
+    DIR is the folder of the new head. Until the publish gate has decided, only the folder `DIR.partial` is written. It has the
+    features, the trainer's state and the candidate, so that a repeated command continues from them. If a call creates
+    `DIR.partial` but fails before it has stored features, it removes the folder again. `view` and `check` are as in
+    `RefreshJob`. Raises ValueError for bad input and OSError for a full disk.
     """
     state = RefreshState(Path(options.out), options.replace)
     try:
@@ -126,7 +127,7 @@ def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None
 
 
 def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Callable[[], None]) -> RefreshJob:
-    """Returns the job, after finding its device and the Hugging Face folder of its policy."""
+    """Returns the job that the options describe, with its device and with the Hugging Face folder of its policy."""
     # transformers shows a bar for every load, and reports the unused LM head as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -139,7 +140,10 @@ def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Calla
 
 
 def _make_head(job: RefreshJob) -> None:
-    """Trains and judges a new head, and moves it to `--out`, or to the folder for refused heads beside it."""
+    """Trains and judges a new head.
+
+    Moves it to `--out` if it is published, and otherwise to the folder for refused heads beside it.
+    """
     options = job.options
     state = job.state
     settings = TrainingSettings(
@@ -160,7 +164,10 @@ def _make_head(job: RefreshJob) -> None:
 
 
 def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refresh:
-    """Trains a head, or continues its training, saves it as the candidate, judges it, and returns the result."""
+    """Trains the head of `trainer`, saves it as the candidate, judges it, and returns the result.
+
+    If an earlier command has left the state of an unfinished training, the training continues from there.
+    """
     options = job.options
     state = job.state
     if state.trainer.is_file():
@@ -182,7 +189,10 @@ def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refr
 
 
 def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Callable[..., None]) -> OnStep:
-    """Returns a function to call after each step, which saves the trainer, measures acceptance and moves the progress bar."""
+    """Returns a function to call after each training step.
+
+    It saves the trainer and measures acceptance every few seconds, and moves the progress bar.
+    """
     sample = first_tokens(data.held_out, LIVE_TOKENS)
     acceptance = ""
     saved = time.monotonic()
@@ -209,7 +219,10 @@ def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Cal
 
 @torch.no_grad()
 def _save_candidate(job: RefreshJob, head: DraftHead) -> None:
-    """Rounds the head to the dtype in which it is saved, so that the gate judges the saved values, and saves it."""
+    """Rounds the head's weights to the dtype of the file, and saves the head.
+
+    So the publish gate judges exactly the weights that are saved.
+    """
     dtype = getattr(torch, job.options.dtype)
     for parameter in head.learned().values():
         parameter.copy_(parameter.to(dtype))
@@ -230,7 +243,7 @@ def _judged(job: RefreshJob, candidate: DraftHead, data: RefreshData) -> Judgeme
 
 
 def _close(state: RefreshState, view: Any) -> bool:
-    """Removes what is no longer needed, reports how the refresh ended, and returns whether the head was published."""
+    """Removes the folder with the refresh's progress, reports how it ended, and returns whether the head was published."""
     verdict = state.verdict()
     assert verdict is not None
     published, reason = verdict
@@ -241,7 +254,10 @@ def _close(state: RefreshState, view: Any) -> bool:
 
 
 def _named_files(options: RefreshOptions) -> list[Path]:
-    """Returns the files and folders that the options name, which must not change. Raises ValueError if one is missing."""
+    """Returns the input files and folders that the options name. They must not change until the refresh has ended.
+
+    Raises ValueError if one is missing.
+    """
     policy = Path(options.policy)
     draft = options.draft_folder
     if not policy.is_dir():
@@ -253,7 +269,10 @@ def _named_files(options: RefreshOptions) -> list[Path]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turns errors of writing, such as those of torch.save and safetensors for a full disk, into an OSError with a fix."""
+    """Turns an error of writing to `folder` into an OSError whose text says what to do.
+
+    This is needed because torch.save and safetensors raise errors of other types if the disk is full.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -308,7 +327,10 @@ def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
 
 
 def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore, lm_head_VH: torch.Tensor) -> None:
-    """Computes and stores the missing features. Raises ValueError if the policy cannot have sampled the texts."""
+    """Computes the features of all texts that are not in the store yet, and stores them.
+
+    Raises ValueError if the policy cannot have sampled the texts.
+    """
     num_done = store.num_sequences()
     if num_done >= len(texts):
         return
@@ -333,7 +355,10 @@ def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore,
 
 
 def _data_of(store: FeatureStore) -> RefreshData:
-    """Returns the sequences of a store. Raises ValueError if they are too few to train or to judge a head."""
+    """Returns the training and the held-out sequences of a store.
+
+    Raises ValueError if they are too few to train or to judge a head.
+    """
     held_out = first_tokens(_shuffled(store, held_out=True), HELD_OUT_TOKENS)
     data = RefreshData(_shuffled(store, held_out=False), held_out)
     if (lacking := data.lacking) is not None:
@@ -342,7 +367,7 @@ def _data_of(store: FeatureStore) -> RefreshData:
 
 
 def _data_facts(job: RefreshJob, data: RefreshData, share: float) -> dict[str, Any]:
-    """Returns the entries of the head's card about its data."""
+    """Returns the entries of the head card that describe the training data and the held-out data."""
     return {
         "hash": data_hash([*data.training, *data.held_out]),
         "rollouts": list(job.options.rollouts),
@@ -365,7 +390,10 @@ def _shuffled(store: FeatureStore, held_out: bool) -> list[SequenceFeatures]:
 
 
 def _starting_head(job: RefreshJob, texts: Sequence[RolloutText]) -> DraftHead:
-    """Returns the head of `--draft`, or a new one that can draft the most frequent generated tokens of these texts."""
+    """Returns the head from which training starts, which is the head of `--draft`, or a new one if that is not given.
+
+    If `--draft-vocab N` is given, a new head can draft only the N tokens that were generated most often in `texts`.
+    """
     options = job.options
     vocab_size = job.facts.vocab_size
     if options.draft_folder is not None:

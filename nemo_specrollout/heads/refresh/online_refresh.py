@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh, which trains a head while the policy is trained. Local runs and NeMo-RL share this module."""
+"""Online refresh, which trains the draft head again while RL trains the policy. Local runs and runs of NeMo-RL use it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,17 +17,17 @@ from nemo_specrollout.heads.training.trainer import BATCH_TOKENS, Budget, Traini
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 
 TRAINING_TOKENS = 60_000
-"""Maximum number of tokens from which a refresh learns."""
+"""Maximum number of tokens on which a refresh trains a candidate."""
 HELD_OUT_TOKENS = 6_000
 """Maximum number of held-out tokens on which a candidate is judged."""
 
 
 class OnlineRefresh:
-    """Owns the head that a run has in service, with the trigger, the learning rate and the gate of its refreshes.
+    """Owns the head that a run has in service, and decides when to train a new one, how, and whether to publish it.
 
-    After each RL step, call `online.decide(facts)`. If it decides for a refresh, call `online.refresh(...)`, which trains and
-    judges a candidate. A candidate that passes the gate is published in `folder` and is `online.head` from then on. The caller
-    then loads it into the engines.
+    After each RL step, call `decide`. If it decides for a refresh, call `refresh`, which trains and judges a candidate. If the
+    candidate passes the publish gate, it is published in `folder` and becomes `head`. The caller then has to load it into the
+    engines.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class OnlineRefresh:
         temperature: float,
         in_background: bool = False,
     ) -> None:
-        """Starts with the head that `folder` has in service, or else with `first_head`.
+        """Starts with the head that was last published in `folder`, or with `first_head` if there is none.
 
-        `temperature` is that of the rollouts. With `in_background`, the run goes on while a refresh trains. Raises ValueError
-        if the head does not fit the policy.
+        `temperature` is the sampling temperature of the rollouts. With `in_background`, the run goes on while a refresh
+        trains. Raises ValueError if the head does not fit the policy.
         """
         assert block.draft_refresh is not None
         self._config = config = block.draft_refresh
@@ -53,7 +53,7 @@ class OnlineRefresh:
         device = "cuda" if config.trainer_gpus else "cpu"
         self.head = load_eagle3_head(first_head if published is None else published.folder, policy_folder, device)
         self._promising: DraftHead | None = None
-        """Candidate that was refused although it seemed better, from which the next refresh starts."""
+        """Refused candidate that seemed better than the head in service, or None. The next refresh continues its training."""
         gate = PublishGate(config.confidence, config.tolerance)
         self._judge = Judge(gate, block.num_speculative_tokens, temperature)
         self._schedule = RefreshSchedule(config, in_background)
@@ -64,7 +64,10 @@ class OnlineRefresh:
         return self._schedule.after_step(facts)
 
     def set_policy_weights(self, policy_tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sets the policy's LM head and embedding, which teach and judge the heads."""
+        """Copies the policy's current LM head and embedding into the draft heads.
+
+        Training and judging need them, because they compare the draft tokens of a head with the policy's logits.
+        """
         for head in (self.head, self._promising):
             if head is not None:
                 head.set_policy_weights(policy_tensors)
@@ -72,7 +75,8 @@ class OnlineRefresh:
     def settings(self) -> TrainingSettings:
         """Returns the trainer's settings for the next refresh.
 
-        If the block sets no learning rate, it is a third of a new head's, or less after candidates that were worse.
+        If the config sets no learning rate, it is a third of the default for a new head. After candidates that were worse than
+        the head in service, it is lower.
         """
         base = default_learning_rate(self.head.model.hidden_size) / 3
         return TrainingSettings(
@@ -85,9 +89,9 @@ class OnlineRefresh:
         )
 
     def train(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
-        """Trains and judges a candidate, and adapts the schedule and the learning rate to the result.
+        """Trains and judges a candidate, and adapts the schedule of refreshes and the learning rate to the result.
 
-        `data.lacking` must be None. `budget` is by default what the schedule allows.
+        `data.lacking` must be None. `budget` is the length of the training, by default the seconds that the schedule allows.
         """
         budget = budget or Budget(seconds=self._schedule.budget_s())
         refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)
@@ -101,7 +105,10 @@ class OnlineRefresh:
 
     @property
     def source(self) -> FeatureSource:
-        """The policy that computes the features from which the head learns, and the layers that the head reads."""
+        """Description of the features from which the head learns.
+
+        It names the policy that computes them, and the layers whose inputs the head reads.
+        """
         return source_of(self.head, self._policy_folder)
 
     def refresh(
@@ -112,10 +119,11 @@ class OnlineRefresh:
         policy_version: int,
         policy_tensors: Mapping[str, torch.Tensor],
     ) -> RefreshRecord:
-        """Trains a head on the newest features of all engines, and publishes it if it passes the gate.
+        """Trains a head on the newest features of all engines, and publishes it if it passes the publish gate.
 
-        `decision` is that of `decide`, and `step` is the RL step that has ended. `policy_tensors` are the LM head and
-        embedding of `policy_version`. Returns the record of the outcome, which says so if there are too few features.
+        `decision` is what `decide` has returned, and `step` is the RL step that has ended. `policy_tensors` are the LM head
+        and the embedding of `policy_version`. Returns a record of the outcome. If there are too few features, nothing is
+        trained, and the record says so.
         """
         data = RefreshData(
             newest_sequences(stores, held_out=False, max_tokens=TRAINING_TOKENS),
@@ -147,7 +155,10 @@ class OnlineRefresh:
 
 
 def source_of(head: DraftHead, policy_folder: Path) -> FeatureSource:
-    """Returns the policy that computes the features from which a head learns, and the layers that the head reads."""
+    """Returns a description of the features from which `head` learns.
+
+    It names the policy that computes the features, and the layers whose inputs the head reads.
+    """
     model = head.model
     tokenizer = tokenizer_fingerprint(policy_folder)
     return FeatureSource(str(policy_folder), tokenizer, model.verifier_vocab_size, model.hidden_size, head.layer_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of an offline refresh. Each is a flag of `nemo-specrollout refresh-draft` and has its name, bounds and help text."""
+"""Options of an offline refresh, which are the flags of `nemo-specrollout refresh-draft` with their bounds and help texts."""
 
 import dataclasses
 from dataclasses import asdict, dataclass
@@ -12,16 +12,17 @@ from nemo_specrollout.config.strict import bounded, choice
 DEFAULT_MINUTES = 10.0
 """Minutes of training if neither steps nor minutes are given."""
 MAY_DIFFER = ("device", "replace")
-"""Options that may change between an interrupted command and the one that continues it."""
+"""Names of options that may differ between an interrupted command and the command that continues it."""
 DTYPES = ("float32", "bfloat16")
 
 
 def _flag(
     text: str, metavar: str, default: Any = dataclasses.MISSING, options: tuple[str, ...] = (), **bounds: float
 ) -> Any:
-    """Returns the dataclass field of an option, with `text` as the help text of its flag.
+    """Returns the dataclass field of an option. `text` is the help text of its flag, and `metavar` names its value there.
 
-    The value must be one of `options`. If there are none, it must lie within `bounds`, which are those of `bounded`.
+    If `options` are given, the value must be one of them. Otherwise it must lie within `bounds`, which are arguments of
+    `bounded`.
     """
     checked = choice(*options) if options else bounded(**bounds)
     return dataclasses.field(default=default, metadata={**checked.metadata, "help": text, "metavar": metavar})
@@ -29,7 +30,10 @@ def _flag(
 
 @dataclass(frozen=True)
 class RefreshOptions:
-    """Values of all flags. None means that the flag was not given, and its help text says what happens then."""
+    """Values of all flags of `refresh-draft`.
+
+    None means that a flag was not given. Its help text says what happens then.
+    """
 
     policy: str = _flag("the policy, as a Hugging Face folder or a step_N folder of NeMo-RL that has one", "CKPT")
     out: str = _flag("folder of the new head, which vLLM serves without conversion", "DIR")
@@ -90,7 +94,7 @@ class RefreshOptions:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Values, by name, of the options that a command must repeat to continue an interrupted one."""
+        """Values by name of the options that must be the same when a repeated command continues an interrupted one."""
         return {name: value for name, value in asdict(self).items() if name not in MAY_DIFFER}
 
     @property

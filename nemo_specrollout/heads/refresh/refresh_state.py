@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder DIR.partial with the progress of an offline refresh of the head DIR, from which a killed one continues."""
+"""Progress of an offline refresh on disk, from which a refresh that was killed can continue.
+
+The new head goes to the folder DIR. The progress is kept in the folder DIR.partial until the refresh has ended.
+"""
 
 import json
 import os
@@ -17,17 +20,17 @@ _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_confi
 
 
 class RefreshState:
-    """Owns DIR.partial while a refresh makes the head in the folder DIR.
+    """Owns the folder DIR.partial while a refresh trains a head for the folder DIR.
 
-    The folder receives `arguments.json` (the options, with sizes and times of the input files), `features/`, `trainer.pt`,
-    `candidate/` and `verdict.json` in this order. Each of them is complete or missing. The methods are called in the order
-    `recover`, `open`, `put`, `discard`.
+    A refresh writes these entries of DIR.partial one after another: `arguments.json` (the options, with sizes and times of the
+    input files), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each of them is complete or missing. The methods
+    are called in the order `recover`, `open`, `put`, `discard`.
     """
 
     def __init__(self, out: Path, replace: bool) -> None:
-        """Checks, without writing, that the new head may go to `out`, and raises ValueError if not.
+        """Checks that the new head may be written to the folder `out`, and raises ValueError if not. Writes nothing.
 
-        With `replace`, `out` may have a head already.
+        If `replace` is true, `out` may have a head already.
         """
         if not out.name:
             raise ValueError(f"--out {out}: name a folder that does not exist")
@@ -53,16 +56,20 @@ class RefreshState:
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
 
     def recover(self) -> None:
-        """Restores the old head if a process died in `put`. Raises BlockingIOError if another process uses the folder."""
+        """Puts the old head back if a process was killed while `put` replaced it.
+
+        Raises BlockingIOError if another process uses DIR.partial.
+        """
         if self.folder.is_dir():
             self._take_lock()
             if self.replaced.is_dir() and not self.out.exists():
                 os.rename(self.replaced, self.out)
 
     def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path]) -> bool:
-        """Starts a refresh or continues one, and returns whether it continues one.
+        """Starts a refresh, or continues an unfinished one. Returns true if it continues one.
 
-        Raises ValueError if the refresh to continue had other arguments, or if its input files and folders have changed.
+        `arguments` are the options of the command, and `inputs` are the files and folders that it reads. Raises ValueError if
+        the unfinished refresh had other arguments, or if its inputs have changed.
         """
         wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
         continues = any(p.name != LOCK for p in self.folder.glob("*"))
@@ -77,16 +84,16 @@ class RefreshState:
         return continues
 
     def verdict(self) -> tuple[bool, str] | None:
-        """Returns whether the candidate was published, and why, or None if it was not yet moved out of DIR.partial."""
+        """Returns whether the candidate was published, and the reason, or None while the candidate is still in DIR.partial."""
         if self.candidate.exists() or not self._verdict.is_file():
             return None
         published, reason = json.loads(self._verdict.read_text())
         return bool(published), str(reason)
 
     def put(self, published: bool, reason: str) -> None:
-        """Moves the candidate to `out` if it is published, else to `refused`, in place of a head that is there.
+        """Moves the candidate to `out` if it is published and otherwise to `refused`, and replaces a head that is there.
 
-        `out` always has a complete head except between two renames. After a crash at that moment, `recover` restores it.
+        A head in `out` is replaced by two renames. If the process is killed between them, `recover` puts the old head back.
         """
         place = self.out if published else self.refused
         write_atomically(self._verdict, json.dumps([published, reason]) + "\n")
@@ -99,7 +106,7 @@ class RefreshState:
         _remove(self.replaced)
 
     def discard(self) -> None:
-        """Removes the folder, because the refresh is finished or has left nothing from which to continue."""
+        """Removes DIR.partial, because the refresh has ended or has left nothing from which to continue."""
         self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -109,7 +116,7 @@ class RefreshState:
             self._lock = None
 
     def _check_same(self, wanted: dict[str, Any]) -> None:
-        """Raises ValueError if the unfinished refresh has other arguments or inputs."""
+        """Raises ValueError if the unfinished refresh has other arguments or inputs than the ones in `wanted`."""
         found = json.loads(self._arguments.read_text())
         if names := sorted(differences(found["arguments"], wanted["arguments"])):
             old = ", ".join(_as_flag(name, found["arguments"].get(name)) for name in names)
@@ -125,7 +132,7 @@ class RefreshState:
 
 
 def is_head(folder: Path) -> bool:
-    """Returns whether a folder looks like a draft head, complete or not."""
+    """Returns whether a folder looks like the folder of a draft head, even if the head is incomplete."""
     try:
         config = read_object(folder / "config.json")
     except ValueError:
@@ -134,7 +141,7 @@ def is_head(folder: Path) -> bool:
 
 
 def _as_flag(name: str, value: Any) -> str:
-    """Returns an option as it was given on the command line."""
+    """Returns an option as the user writes it, such as `--draft-vocab 512`, or as `no --draft-vocab` if it was not given."""
     flag = f"--{name.replace('_', '-')}"
     if value is None or value == []:
         return f"no {flag}"
@@ -142,7 +149,10 @@ def _as_flag(name: str, value: Any) -> str:
 
 
 def _fingerprint(inputs: Iterable[Path], out: Path) -> dict[str, list[int]]:
-    """Returns bytes and change time (ns) of every file in `inputs`, without those that this refresh writes."""
+    """Returns the size in bytes and the time of the last change in ns of every file in `inputs`, by path.
+
+    `out` is the folder of the new head. Files in its .partial folder are left out, because the refresh itself writes them.
+    """
     files = [f for path in inputs for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
     own = f"{out}.partial{os.sep}"
     named = [f for f in files if f.name != LOCK and not str(f).startswith(own)]

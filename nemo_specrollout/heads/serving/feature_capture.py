@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures features for a draft head's training from the rollout itself, where the policy computes them anyway.
+"""Captures features for the training of a draft head during the rollout, where the policy computes them anyway.
 
-A sample of the requests is captured, so that the cost is a bounded share of the engine's time and memory. Rows of captured
-requests are gathered in a buffer on the device without a sync, and copied to the host when the buffer is full.
+Only a sample of the requests is captured, so that capturing takes a bounded share of the engine's time and memory. Each engine
+step copies the rows of captured requests to a buffer on the device, without a sync. When the buffer is full, it is copied to
+the host.
 
-Shapes: B requests of the batch, S request slots, R rows of a forward pass, M of them kept, N rows of the buffer, F features
-of a row.
+Shapes: B requests of the batch, S request slots, R rows of a forward pass, M of them kept, N rows of the buffer, F features of
+a row.
 """
 
 import itertools
@@ -29,42 +30,43 @@ from nemo_specrollout.heads.serving.head_loading import aux_layer_ids
 from nemo_specrollout.sampling.seeds import combine
 
 SHORTEST = 8
-"""Length in tokens of the shortest sequence that is worth training on."""
+"""Minimum length of a captured sequence in tokens. Shorter ones are not worth training on."""
 CAPTURE_BYTES = 64 << 20
 """Size of the buffer on the device, in bytes."""
 CAPTURE_TIME_SHARE = 0.02
-"""Share of the engine's time that capturing may take."""
+"""Maximum share of the engine's time that capturing may take."""
 OUTBOX_BYTES = 512 << 20
-"""Maximum number of bytes of captured sequences that the host keeps until they are taken."""
+"""Maximum number of bytes of captured sequences that the host keeps until `FeatureCapture.take` returns them."""
 
 
 @dataclass
 class _Sequence:
-    """A captured request, with its rows on the host."""
+    """A captured request, with those of its tokens and hidden states that have reached the host."""
 
     request: NewRequest
     version: int
-    """Version of the weights that computed the rows."""
+    """Policy version of the weights that computed the hidden states."""
     first_position: int = 0
     tokens: list[np.ndarray] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
 
 
 class FeatureCapture(Participant):
-    """Collects `SequenceFeatures` of a share of the requests.
+    """Captures the features of a sample of the requests, and hands them out as `SequenceFeatures`.
 
-    It owns the buffer on the device, and the captured sequences until they are taken. If too many are not taken, the oldest
-    are dropped. A sequence is cut where the weights change, so that each part has one policy version.
+    It owns the buffer on the device, and the captured sequences until `take` returns them. If they exceed `OUTBOX_BYTES`, the
+    oldest are dropped. When the weights change, a running sequence is cut in two, so that each part has one policy version.
 
-    Requests are chosen by their seeds. Requests of coming steps are left out, because they are decoded again in their own
-    step. No request is chosen while capturing has taken more than its share of the engine's time. On a GPU, this time is
-    measured on the device, because the host only launches the work.
+    The seed of a request decides whether it is captured. Requests of coming steps are never captured, because they are decoded
+    again in their own step. While capturing has taken more than its share of the engine's time, no new request is captured. On
+    a GPU, this time is measured on the device, because the host only launches the work.
     """
 
     def __init__(self, runner: Any, share: float) -> None:
-        """Prepares to capture `share` of the requests of vLLM's model runner.
+        """Prepares to capture requests of an engine, whose vLLM model runner is `runner`.
 
-        Allocates the buffer now, so that vLLM's memory profile includes it.
+        `share` is the share of requests that is captured. The buffer is allocated now, so that vLLM's memory profile includes
+        it.
         """
         num_features = (len(aux_layer_ids(runner) or ()) + 1) * runner.model_config.get_hidden_size()
         self._capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
@@ -76,7 +78,8 @@ class FeatureCapture(Participant):
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
         self._num_opened = 0
-        """Number of requests that were chosen so far, which also numbers the requests in the buffer, from 1."""
+        """Number of requests that were chosen so far. It is also the number by which rows in the buffer name the latest of
+        them."""
         self._num_rows = 0
         """Number of rows of the buffer that are in use."""
         self._under_way: dict[int, _Sequence] = {}
@@ -89,21 +92,21 @@ class FeatureCapture(Participant):
         self.version = 0
         """Version of the engine's weights."""
         self.seconds = 0.0
-        """Seconds that completed captures have taken on the device."""
+        """Seconds that captures have taken on the device, without those that are still running."""
         self.woke_up()
 
     def woke_up(self) -> None:
-        """Allocates the buffer on the device, at the start and when the engine wakes up."""
+        """Allocates the buffer on the device. Called at the start and when the engine wakes up from sleep."""
         self._hidden_NF = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._rows_N3 = torch.zeros(self._capacity, 3, dtype=torch.int32, device=self._device)
 
     def release(self) -> None:
-        """Frees the buffer on the device while the engine sleeps."""
+        """Copies the rows of the buffer to the host and frees the buffer. Called before the engine goes to sleep."""
         self._flush()
         del self._hidden_NF, self._rows_N3
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
-        """Chooses which of the requests that took slots are captured."""
+        """Decides which of the requests that have just taken `slots` are captured."""
         self._count_seconds()
         is_in_time = self.seconds <= CAPTURE_TIME_SHARE * (time.perf_counter() - self._started)
         for request in requests:
@@ -121,7 +124,7 @@ class FeatureCapture(Participant):
         self._id_of_slot[list(slots)] = 0
 
     def observe(self, step: DraftStep) -> None:
-        """Gathers the rows that an engine step has computed for captured requests, without rows of rejected drafts."""
+        """Copies the rows of captured requests in an engine step to the buffer, without the rows of rejected draft tokens."""
         batch, _, _, final_hidden_RH, aux_hidden, _, num_rejected_B, *_ = step.inputs
         captured_B = self._id_of_slot[batch.idx_mapping_np] > 0
         num_most = int(batch.num_scheduled_tokens[captured_B].sum())
@@ -145,11 +148,14 @@ class FeatureCapture(Participant):
         self._timer.stop(None)
 
     def _count_seconds(self) -> None:
-        """Adds the seconds of the captures that the device has completed, without waiting for the others."""
+        """Adds the time of captures that have ended on the device to `seconds`, without waiting for those that still run."""
         self.seconds += sum(seconds for _, seconds in self._timer.finished())
 
     def _owners(self, batch: Any, num_rejected_B: torch.Tensor) -> torch.Tensor:
-        """Returns the captured request to which each row of the forward pass belongs, int32 [R], where 0 is none."""
+        """Returns for each row of the forward pass the number of its captured request, int32 [R].
+
+        The number is 0 for the rows of other requests and for rows of rejected draft tokens.
+        """
         ends_B = batch.query_start_loc[1 : batch.num_reqs + 1]
         rows_R = torch.arange(batch.num_tokens, dtype=ends_B.dtype, device=self._device)
         request_R = torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=batch.num_reqs - 1)
@@ -157,7 +163,7 @@ class FeatureCapture(Participant):
         return self._ids_S[batch.idx_mapping][request_R] * is_kept_R
 
     def weights_updated(self, version: int) -> None:
-        """Cuts the running sequences, because weights of policy version `version` compute the rows from now on."""
+        """Ends the captured part of each running sequence and begins another, because policy version `version` is used now."""
         self._flush()
         for key in list(self._under_way):
             sequence = self._under_way[key]
@@ -166,7 +172,10 @@ class FeatureCapture(Participant):
         self.version = version
 
     def take(self) -> list[SequenceFeatures]:
-        """Returns all sequences that are complete or were cut, and forgets them."""
+        """Returns the captured features of ended requests, and of running requests the parts that are complete. Forgets them.
+
+        A part of a running request is complete if the weights have changed or rows are missing after it.
+        """
         self._flush()
         for key in self._ended:
             self._finish(self._under_way.pop(key))
@@ -177,7 +186,7 @@ class FeatureCapture(Participant):
         return done
 
     def store(self, folder: str, max_bytes: int, held_out_share: float, source: Mapping[str, Any]) -> None:
-        """Writes all sequences that are complete or were cut to the feature store in `folder`.
+        """Writes the features that `take` returns to the feature store in `folder`.
 
         `source` has the fields of a `FeatureSource`, and the other arguments are those of `FeatureStore`. Raises OSError or
         ValueError if the store cannot be written.
@@ -189,7 +198,7 @@ class FeatureCapture(Participant):
         self._store.keep(self.take())
 
     def _flush(self) -> None:
-        """Copies the buffer's rows to the host, and sorts them by sequence."""
+        """Copies the rows of the buffer to the host, appends each to its sequence, and empties the buffer."""
         if self._num_rows == 0:  # while the engine sleeps there is no buffer
             return
         rows_N3 = self._rows_N3[: self._num_rows].cpu().numpy()
@@ -202,7 +211,7 @@ class FeatureCapture(Participant):
         self._num_rows = 0
 
     def _append(self, key: int, positions: np.ndarray, tokens: np.ndarray, hidden: torch.Tensor) -> None:
-        """Adds rows to a sequence, and cuts it where rows are missing."""
+        """Appends rows to the captured sequence with number `key`. Where positions are missing, it begins a new part."""
         cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
         for start, end in itertools.pairwise(cuts):
             sequence = self._under_way[key]
@@ -215,10 +224,10 @@ class FeatureCapture(Participant):
             sequence.hidden.append(hidden[start:end])
 
     def _finish(self, sequence: _Sequence) -> None:
-        """Adds a sequence to those that `take` returns, without the last token of its response and what follows it.
+        """Adds a captured sequence to those that `take` returns, unless it has fewer than `SHORTEST` tokens.
 
-        Rows may follow the last token, because with asynchronous scheduling an engine may compute one more step before it
-        learns that a request has ended. They are dropped, and so is a sequence of fewer than `SHORTEST` tokens.
+        The last token of the response is left out, and so are any rows after it. Such rows occur because with asynchronous
+        scheduling an engine may compute one more engine step before it learns that a request has ended.
         """
         request = sequence.request
         first = sequence.first_position

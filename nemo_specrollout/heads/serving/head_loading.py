@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the weights of a draft head into a running engine, and compares its modules and its RoPE with the policy's.
 
-vLLM lets a drafter share the policy's embedding and LM head where its own are missing from the checkpoint or equal the
-policy's. Loading draft weights into a shared module would overwrite the policy (docs/upstream/nemo-rl-draft-refit.md).
+If a drafter's checkpoint has no embedding or LM head, or the same one as the policy, vLLM lets the drafter use the policy's
+module. Loading draft weights into such a shared module would overwrite the policy (docs/upstream/nemo-rl-draft-refit.md).
 """
 
 import copy
@@ -31,7 +31,10 @@ _ROPE_DEFAULTS = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary
 
 
 def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
-    """Returns the sorted paths of those leaf modules of `draft` whose parameters are the policy's own."""
+    """Returns the paths of the modules in `draft` whose parameters are also parameters of the policy, sorted.
+
+    Only parameters of a module itself count, and not those of the modules in it.
+    """
     owned = {id(p) for p in policy.parameters()}
     return sorted(
         name
@@ -41,11 +44,10 @@ def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
 
 
 def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
-    """Replaces shared modules of `draft` by copies if loading weights of these names would overwrite them.
+    """Replaces modules that `draft` shares with the policy by copies, if loading weights of these names would overwrite them.
 
-    Returns the paths of the copies in `draft`. A shared module is one that is also the policy's. A weight's name tells only
-    the last part of its module's path, because a loader may rename the parts before. For example, `lm_head.weight` stands for
-    every module that is called `lm_head`.
+    Returns the paths of the copies in `draft`. A weight's name tells only the last part of its module's path, because a loader
+    may rename the parts before. For example, `lm_head.weight` stands for every module that is called `lm_head`.
     """
     leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
     paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]
@@ -57,10 +59,11 @@ def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable
 
 
 def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
-    """Gives a draft head an LM head of its own where vLLM lets it share the policy's.
+    """Gives a draft head an LM head of its own if vLLM lets it share the policy's.
 
-    vLLM shares the two if they are equal at the start, as they are in a head that was never trained. Loading a head later
-    would then overwrite the policy's LM head. The embedding stays shared, because no head learns one.
+    vLLM shares the LM head if the head's and the policy's are equal at the start, as they are in a head that was never
+    trained. Loading a head later would then overwrite the policy's LM head. The embedding stays shared, because no head learns
+    one.
     """
     originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
     for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
@@ -71,7 +74,7 @@ def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
 
 
 def load_published_head(runner: Any, folder: Path) -> None:
-    """Replaces the weights of the runner's head by those in `folder`.
+    """Replaces the weights of an engine's draft head by those in `folder`. `runner` is the engine's vLLM model runner.
 
     Raises ValueError if the weights are broken or belong to another kind of head. The engine then keeps its present head.
     """
@@ -96,17 +99,17 @@ def load_published_head(runner: Any, folder: Path) -> None:
 
 
 def aux_layer_ids(runner: Any) -> tuple[int, ...] | None:
-    """Returns the layers whose inputs the policy outputs as hidden states, or None if the policy's class does not tell."""
+    """Returns the layers whose inputs the engine's policy hands to the head, or None if the policy's class does not tell."""
     model = getattr(runner.get_model(), "model", None)
     ids = getattr(model, "aux_hidden_state_layers", None)
     return None if ids is None else tuple(ids)
 
 
 def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
-    """Returns the policy's embedding and LM head by Hugging Face names, on the CPU, with the rows of all ranks.
+    """Returns the policy's embedding and LM head by their Hugging Face names, on the CPU, with the rows of all ranks.
 
-    All tensor-parallel ranks must call this together. A tied LM head is left out. Raises ValueError for a model whose
-    embedding is not split by rows in vLLM.
+    All tensor-parallel ranks must call this together. An LM head that is tied to the embedding is left out. Raises ValueError
+    for a model whose embedding is not split by rows in vLLM.
     """
     layers = [m for m in runner.get_model().modules() if isinstance(m, VocabParallelEmbedding)]
     embedding = next((m for m in layers if not isinstance(m, ParallelLMHead)), None)
@@ -120,9 +123,9 @@ def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Returns the policy's embedding by the name that heads use, for a published head that has none.
+    """Returns the policy's embedding by the name that it has in a head. It is loaded with a published head that has none.
 
-    The result is empty if this rank has only a part of the embedding. Then the engine's head keeps the one that it has.
+    The result is empty if this rank has only a part of the embedding. Then the engine's head keeps its present embedding.
     """
     found = (p for name, p in model.named_parameters() if name.endswith(f"{EMBEDDING}.weight"))
     weight = next(found, torch.empty(0))
@@ -139,7 +142,10 @@ def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 def _all_rows(layer: VocabParallelEmbedding) -> torch.Tensor:
-    """Returns a layer's rows of all ranks, on the CPU, gathered in parts because a device may not have room for all."""
+    """Returns the rows of a layer's weight from all tensor-parallel ranks, as one tensor on the CPU.
+
+    The rows are gathered in parts, because a device may not have room for all of them.
+    """
     weight = layer.get_parameter("weight").detach()
     if layer.tp_size == 1:
         return weight[: layer.org_vocab_size].to("cpu", copy=True)
@@ -161,9 +167,10 @@ def layer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: str = "the policy's") -> str:
-    """Returns in words which RoPE parameters differ, as in "its rope_theta is 5000.0, the policy's 10000.0".
+    """Describes which RoPE parameters of a head's config differ from those of the config `other`.
 
-    The result is empty if none differ, or if one config has different RoPE parameters for its layers.
+    An example is "its rope_theta is 5000.0, the policy's 10000.0". The words in `whose` say to whom `other` belongs. The
+    result is empty if no parameter differs, or if the layers of one config have different RoPE parameters.
     """
     mine = rope_parameters(head)
     theirs = rope_parameters(other)
@@ -174,9 +181,9 @@ def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: st
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns a config's RoPE parameters by their names in transformers 5, or None if its layers differ in them.
+    """Returns a config's RoPE parameters by their names in transformers 5, or None if they differ between its layers.
 
-    The config may have any layout.
+    The config may have the names of this or of older versions of transformers.
     """
     named = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in named.values()):
@@ -188,20 +195,29 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _load_weights(head: nn.Module, load: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """Calls a head's `load_weights` without the `d2t` of a head that drafts all tokens, on which vLLM >= 0.32 fails."""
+    """Loads weights into a head with its own method `load`, but leaves out a vocabulary map `d2t` that it does not need.
+
+    A head that can draft all tokens does not need the map, which is then all zero. vLLM >= 0.32 fails on it.
+    """
     has_map = head.draft_id_to_target_id is not None
     return load(head, (pair for pair in weights if has_map or "d2t" not in pair[0] or pair[1].any()))
 
 
 def _layer_ids(find: Any, spec_config: Any) -> tuple[int, ...]:
-    """Returns the layers that a head reads, including those in its `eagle_config`, which vLLM's V2 model runner ignores."""
+    """Returns the policy layers whose inputs a head reads, which vLLM's `find` or the head's `eagle_config` names.
+
+    vLLM's V2 model runner ignores the `eagle_config`.
+    """
     nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None)
     num_layers = spec_config.target_model_config.get_total_num_hidden_layers()
     return find(spec_config) or nested_layer_ids(nested, num_layers)
 
 
 def accept_published_heads() -> None:
-    """Makes this process's vLLM accept published heads. Call it before a model is loaded. Further calls have no effect."""
+    """Patches vLLM in this process, so that it accepts published heads.
+
+    It must be called before a model is loaded. Further calls have no effect.
+    """
     if getattr(eagle3_utils.get_eagle3_aux_layers_from_config, "func", None) is _layer_ids:
         return
     for head in (llama_eagle3.Eagle3LlamaForCausalLM, qwen3_eagle3.Eagle3Qwen3ForCausalLM):

@@ -24,19 +24,23 @@ CHECK_STEPS = 8
 
 
 class HeadMonitor(Participant):
-    """Owns an engine's canary and the alarms that it raised.
+    """Owns an engine's canary, which watches the acceptance of a drafter with weights, and the alarms that the canary raised.
 
-    The counts of drafts come from the draft board, and reach the host one check late.
+    The canary gets the counts of verified and accepted draft tokens from the draft board. They reach the host one check late.
 
-    If acceptance collapses and the weights have a fault, the drafter is turned off until the next head is loaded or the engine
-    wakes up. If they have none, the tasks may have changed, so the drafter and the canary only forget what they have learned.
-    After a mere decline, the drafter goes on.
+    There are three kinds of alarm. If acceptance has collapsed and the drafter has a fault, the drafter is turned off until
+    the next head is loaded or the engine wakes up. If acceptance has collapsed without a known fault, the tasks may have
+    changed, so the drafter and the canary only forget what they have learned. If acceptance has only declined, nothing
+    changes.
     """
 
     def __init__(
         self, service: HeadService, model: ServedDrafter, samples: SampleStatsLog, max_age: int | None = None
     ) -> None:
-        """`max_age` is the number of refits after which a head is reported as old, or None for never."""
+        """Prepares to watch the drafter `model`, into which `service` loads heads.
+
+        `max_age` is the number of refits after which a head is reported as old, or None for never.
+        """
         self._service = service
         self._model = model
         self._samples = samples
@@ -47,34 +51,35 @@ class HeadMonitor(Participant):
         self._alarms: list[dict[str, Any]] = []
 
     def began(self, event: str, **known: Any) -> None:
-        """Notes a refit, publish or wake-up, after which acceptance should be as before, or as the publish gate measured.
+        """Tells the canary about an event, which is `refit`, `publish` or `wake`.
 
-        `known` has further arguments of `Canary.begin`.
+        After any event but a refit, a drafter that was turned off may draft again. `known` has further arguments of
+        `Canary.begin`.
         """
         self._canary.begin(event, **known)
         if event != "refit":
             self._model.is_allowed = True
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, each as a dict of plain values."""
+        """Returns the alarms since the last call, each as a dict of values that JSON can hold."""
         self._check()
         alarms = self._alarms
         self._alarms = []
         return alarms
 
     def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
-        """Counts an engine step, checks the drafts every `CHECK_STEPS` steps, and returns `output` unchanged."""
+        """Counts an engine step, checks the counts of draft tokens every `CHECK_STEPS` engine steps, and returns `output`."""
         self._num_steps += 1
         if self._num_steps % CHECK_STEPS == 0:
             self._check()
         return output
 
     def woke_up(self) -> None:
-        """Tells the canary of the wake-up, because the head's weights may have been dropped and reloaded."""
+        """Tells the canary that the engine woke up, because the head's weights may have been dropped and loaded again."""
         self.began("wake")
 
     def _check(self) -> None:
-        """Judges the drafts that were verified since the last check."""
+        """Passes the counts of draft tokens since the last check to the canary, and handles the alarm that it may raise."""
         self._counts.refresh()
         new_K2 = self._counts.values - self._seen_K2
         self._seen_K2 = self._counts.values.copy()
@@ -85,7 +90,11 @@ class HeadMonitor(Participant):
                 self._raise(replace(alarm, health=self._service.health()))
 
     def _raise(self, alarm: Any) -> None:
-        """Records an alarm, turns off the drafter if it is broken, and restarts it after a collapse without a fault."""
+        """Logs and records an alarm. After a collapse, it also turns off or restarts the drafter.
+
+        The drafter is turned off if its weights or its config have a fault. Otherwise it and the canary only forget what they
+        have learned.
+        """
         is_collapse = self._canary.is_silent
         is_off = is_collapse and alarm.cause in WEIGHT_CAUSES
         if is_off:

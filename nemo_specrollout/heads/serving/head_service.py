@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads published draft heads into an engine, and finds faults of the one in service."""
+"""Loads published draft heads into an engine, and looks for faults in the head that it serves."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,43 +21,50 @@ from nemo_specrollout.heads.serving.head_loading import (
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 ZERO_IF_UNUSED = (".bias", "mask_embedding")
-"""Name endings of parameters that may be all zero in a sound head. The `mask_embedding` of DFlash and DSpark is that of their
-mask token, which they keep apart from the embedding of the vocabulary."""
+"""Endings of the names of parameters that may be all zero in a head without faults. `mask_embedding` is the embedding of the
+mask token in DFlash and DSpark heads, which is stored apart from the embedding of the vocabulary."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class ServedDrafter(Protocol):
-    """What head service and head monitor need from the drafter that runs the head (`generation/drafting/model_drafter.py`)."""
+    """Interface of the drafter that runs a head, for the head service and the head monitor.
+
+    `generation/drafting/model_drafter.py` implements it.
+    """
 
     is_allowed: bool
     """False while a broken head must not draft."""
 
     @property
     def board(self) -> Any:
-        """The draft board, whose counts tell how many drafts of the head were right."""
+        """The engine's draft board, which counts how many draft tokens of the head were accepted."""
 
     def begin_again(self) -> None:
-        """Forgets what was learned about the previous head."""
+        """Forgets what was learned about the drafts of the previous head."""
 
     def forbid(self) -> None:
         """Stops drafting until `is_allowed` is set again."""
 
 
 class HeadService:
-    """Owns the choice of the head that an engine serves, with its folder and its policy version in the sample stats."""
+    """Loads heads into an engine, and owns the folder of the head that the engine serves.
+
+    The policy version of this head is kept in the engine's `SampleStatsLog`.
+    """
 
     def __init__(self, runner: Any, model: ServedDrafter, samples: SampleStatsLog, folder: Path | None) -> None:
-        """`folder` has the head with which the engine was started, or is None if it is not known."""
+        """Takes over an engine with the head in `folder`, which is None if it is not known. `runner` is its model runner."""
         self._runner = runner
         self._model = model
         self._samples = samples
         self._folder = folder
 
     def load(self, folder: Path, version: int) -> None:
-        """Loads the published head in `folder`, which was trained for policy version `version` and drafts from now on.
+        """Loads the published head in `folder`, which was trained for policy version `version`, and drafts with it.
 
-        Raises ValueError for a head unlike the one with which the engine was started.
+        Raises ValueError if its weights are broken, or if it is another kind of head than the one with which the engine was
+        started.
         """
         load_published_head(self._runner, folder)
         self._model.begin_again()
@@ -75,10 +82,10 @@ class HeadService:
 
 
 def head_health(runner: Any, folder: Path | None, age_in_versions: int = 0) -> HeadHealth:
-    """Returns what is wrong with the weights and the config of an engine's head, without drafting.
+    """Returns the faults in the weights and the config of an engine's head. Nothing is drafted for this.
 
-    The engine should have the head that is in `folder`. If a kernel has repacked a weight in the engine, this function checks
-    the weight in the folder alone.
+    `runner` is the engine's vLLM model runner, and `folder` has the head that the engine should serve. If a kernel has
+    repacked a weight in the engine, only the weight in the folder is checked.
     """
     draft = runner.speculator.model
     owned = {id(p) for p in runner.model.parameters()}
@@ -104,7 +111,10 @@ def head_health(runner: Any, folder: Path | None, age_in_versions: int = 0) -> H
 
 
 def _holds(own: Tensors, published: Tensors) -> bool:
-    """Returns whether the engine's tensors equal the published ones, as far as they have kept their names and shapes."""
+    """Returns whether the tensors in the engine equal the published ones.
+
+    A published tensor is skipped if the engine has none of its name and shape.
+    """
     for name, tensor in published.items():
         mine = next((t for n, t in own.items() if n in (name, f"model.{name}") and t.shape == tensor.shape), None)
         if mine is not None and not torch.equal(mine.cpu(), tensor.to(mine.dtype)):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads as models, which are created, trained, and measured by their expected acceptance."""
+"""EAGLE-3 heads as PyTorch models, with their training and the measurement of their expected acceptance."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected acceptance of a head's drafts by the policy, on sequences that the head did not learn from.
+"""Measures which share of a head's draft tokens the policy would accept, on sequences that the head was not trained on.
 
-The head runs as it does in vLLM, which means that it reads the policy's states for its first draft token and its own hidden
-states for the others. A *start* is a token of a response after which the head drafts, and every token of the response is one.
+The head runs as it does in vLLM. For its first draft token it reads the policy's hidden states, and for each later one the
+hidden state that it has computed itself for the token before. The head drafts after each generated token of a sequence. A
+generated token after which it drafts is called a *start*.
 
-Let TV be the total variation distance between the policy's and the head's distribution of a token. With shared noise
-(`sampling/`), the probability that a draft is accepted is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978). This
-module measures the upper bound, which ranks heads as the engine does but is slightly too high.
+Let TV be the total variation distance between the policy's and the head's distribution of the next token. With shared noise
+(`sampling/`), the probability that a draft token is accepted lies between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
+This module computes the upper bound 1 - TV. It ranks heads as the engine does, but its values are slightly too high.
 
 Shapes: N sequences, R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size,
 F = auxiliary layers * H, C rows of a chunk, P positions to which a chunk attends.
@@ -29,36 +30,42 @@ MAX_CHUNK_ROWS = 512
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Sums over the starts of each sequence, by draft position. All arrays are float [N, K].
+    """Sums from which the acceptance of a head follows, for each sequence and draft position. All arrays are float [N, K].
 
-    A start near the end of its sequence counts for fewer positions.
+    The head drafts after each generated token of a sequence. Draft tokens beyond the end of the sequence are not counted.
     """
 
     count_NK: np.ndarray
-    """Number of starts with a draft at this position."""
+    """Number of draft tokens at this position."""
     accepted_NK: np.ndarray
-    """Sum of the probability that the draft is accepted if all drafts before it are right."""
+    """Sum of the probabilities that the draft token is accepted, given that all draft tokens before it are accepted."""
     survived_NK: np.ndarray
-    """Sum of the probability that all drafts up to this position are accepted."""
+    """Sum of the probabilities that the draft tokens up to this position are all accepted."""
 
     @property
     def acceptance_rate_K(self) -> np.ndarray:
-        """Acceptance rate by draft position if all earlier drafts are right."""
+        """Mean probability at each draft position that the draft token is accepted if all before it are, float [K]."""
         return _ratio(self.accepted_NK.sum(0), self.count_NK.sum(0))
 
     @property
     def survival_rate_K(self) -> np.ndarray:
-        """Survival by draft position, which is the rate at which all drafts up to this position are accepted."""
+        """Mean probability at each draft position that the draft tokens up to this position are all accepted, float [K]."""
         return _ratio(self.survived_NK.sum(0), self.count_NK.sum(0))
 
     @property
     def expected_length(self) -> float:
-        """Expected acceptance length, in tokens per engine step, which counts the policy's own token too."""
+        """Expected acceptance length over all sequences, in tokens per engine step.
+
+        It includes the one token of each engine step that the policy samples itself.
+        """
         return 1.0 + float(self.survival_rate_K.sum())
 
     @property
     def expected_length_N(self) -> np.ndarray:
-        """Expected acceptance length in each sequence, in tokens per engine step, for paired comparisons."""
+        """Expected acceptance length in each sequence, in tokens per engine step, float [N].
+
+        The values of two heads can be compared sequence by sequence.
+        """
         return 1.0 + _ratio(self.survived_NK, self.count_NK).sum(1)
 
 
@@ -66,7 +73,10 @@ class Acceptance:
 def measure_acceptance(
     head: DraftHead, sequences: Sequence[SequenceFeatures], num_drafts: int = 5, temperature: float = 1.0
 ) -> Acceptance:
-    """Returns the expected acceptance of `num_drafts` drafts after each generated token of `sequences`."""
+    """Returns the expected acceptance of a head that drafts `num_drafts` tokens after each generated token of `sequences`.
+
+    Policy and head sample at `temperature`.
+    """
     assert num_drafts >= 1 and temperature >= 0.0
     acceptance = Acceptance(*(np.zeros((len(sequences), num_drafts)) for _ in range(3)))
     for n, features in enumerate(sequences):
@@ -75,17 +85,20 @@ def measure_acceptance(
 
 
 def probabilities(logits_RV: Tensor, temperature: float) -> Tensor:
-    """Returns the distributions at `temperature`, float32 [R, V]. At temperature 0 the arg-max has probability 1."""
+    """Returns the probability of each token at `temperature`, float32 [R, V].
+
+    At temperature 0, the token with the largest logit has probability 1.
+    """
     if temperature == 0.0:
         return torch.zeros_like(logits_RV, dtype=torch.float32).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
     return torch.softmax(logits_RV.float() / temperature, dim=-1)
 
 
 def overlap(policy_RD: Tensor, head_RD: Tensor) -> Tensor:
-    """Returns 1 - TV of the policy's and the head's distributions, float32 [R].
+    """Returns 1 minus the total variation distance between the policy's and the head's distribution, float32 [R].
 
-    `policy_RD` has the policy's probabilities of the D tokens that the head can draft. The rest of its probability counts as
-    rejection, because the head never drafts the other tokens.
+    `policy_RD` has the policy's probabilities of the D tokens that the head can draft. The probability of all other tokens
+    counts as rejected, because the head never drafts them.
     """
     return torch.minimum(policy_RD, head_RD).sum(-1)
 
@@ -93,11 +106,17 @@ def overlap(policy_RD: Tensor, head_RD: Tensor) -> Tensor:
 def draft_logits(
     head: DraftHead, features: SequenceFeatures, num_drafts: int, chunk_rows: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yields (first row, draft position, logits [C, D]) chunk by chunk. Row t reads token t+1 and the states at t.
+    """Yields the logits of the head's draft tokens, chunk by chunk, as tuples (first row, draft position, logits [C, D]).
 
-    The logits equal those of the training forward of `speculators`, except with sliding-window attention, because its windows
-    do not move on with the draft position. A row attends to the keys that all rows up to it have for their first drafts, and
-    to its own keys for its later drafts. Only the keys for first drafts stay cached for the next chunk.
+    A row is a position of the sequence after which the head drafts. Row t reads token t+1 and the policy's states at t. A
+    chunk is `chunk_rows` successive rows, which are computed together.
+
+    For its first draft token, a row attends to the keys that this row and all rows before it have for their first draft
+    tokens. For a later draft token, it also attends to its own keys for the draft tokens since the first. Only the keys for
+    first draft tokens stay cached for the next chunk.
+
+    The logits equal those of the training forward pass of `speculators`, except with sliding-window attention. There the
+    windows of `speculators` do not move on with the draft position.
     """
     model = head.model
     num_rows = features.num_tokens - 1
@@ -122,7 +141,11 @@ def draft_logits(
 
 
 def _mask(causal_CP: Tensor, start: int, k: int, window: int | None) -> Tensor:
-    """Returns which keys the rows of a chunk see in a layer at draft position `k`, bool [C, P]. `window` slides as in vLLM."""
+    """Returns which keys each row of a chunk may attend to, in one layer and at draft position `k`, bool [C, P].
+
+    The chunk begins with row `start`. `causal_CP` is its mask at position 0 without a sliding window. `window` is the width of
+    the layer's sliding window, or None. The window moves on with the draft position, as in vLLM.
+    """
     own_CC = torch.eye(len(causal_CP), dtype=torch.bool, device=causal_CP.device)
     width = window or causal_CP.shape[1] + k + 1
     return torch.cat(
@@ -131,7 +154,7 @@ def _mask(causal_CP: Tensor, start: int, k: int, window: int | None) -> Tensor:
 
 
 def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
-    """Returns the hidden states [1, C, H] that the head computes from the policy's auxiliary states, for the first draft."""
+    """Returns what the head computes from the policy's hidden states as its input for the first draft token, [1, C, H]."""
     if model.input_norm is not None:
         aux_1CF = model.input_norm(aux_1CF)
     elif model.fc_norm is not None:
@@ -143,7 +166,10 @@ def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
 def _draft_pass(
     model: Any, tokens_1C: Tensor, hidden_1CH: Tensor, positions_1C: Tensor, masks: list[Tensor], keys: DynamicCache
 ) -> Tensor:
-    """Returns the hidden states after the head's layers, [1, C, H], and appends the rows' keys to `keys`."""
+    """Runs the head's layers once, and returns the hidden states after them, [1, C, H].
+
+    Appends the keys and values of all rows to `keys`.
+    """
     states = torch.cat([model.embed_tokens(tokens_1C), hidden_1CH], dim=-1)
     rotary = model.rotary_emb(states, positions_1C)
     for layer, mask_CP in zip(model.layers, masks, strict=True):
@@ -158,9 +184,9 @@ def _draft_pass(
 
 
 def _measure(head: DraftHead, features: SequenceFeatures, temperature: float, acceptance: Acceptance, n: int) -> None:
-    """Adds the sums of a sequence to row `n` of `acceptance`.
+    """Measures the acceptance on one sequence, and adds it to row `n` of `acceptance`.
 
-    The start in row t is token t+1, and its k-th draft is for token t+2+k.
+    Row t drafts after token t+1. So its draft token at position k, counted from 0, is a proposal for token t+2+k.
     """
     num_drafts = acceptance.count_NK.shape[1]
     num_rows = features.num_tokens - 1
@@ -187,5 +213,5 @@ def _measure(head: DraftHead, features: SequenceFeatures, temperature: float, ac
 
 
 def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns sums divided by counts, and 0 where nothing was counted."""
+    """Returns `sums` divided by `counts`, and 0 where the count is 0."""
     return np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)

@@ -53,7 +53,7 @@ _COPIED = (
 _NOT_OF_THE_LAYER = ("architectures", "model_type", "auto_map", "eagle_config", "torch_dtype", "dtype")
 """Fields of a head's config that do not describe its layer."""
 _DEFAULT_DRAFTS = 3
-"""`speculative_tokens` of a saved config. vLLM uses the number only if the user gives none."""
+"""Value of `speculative_tokens` in the config of a saved head. vLLM drafts as many tokens only if the user gives no number."""
 
 _DAMAGED = "it is no whole file of tensors"
 _COPY_FILE = "copy it again"
@@ -62,14 +62,15 @@ _COPY_FILE = "copy it again"
 class DraftHead:
     """A draft head that can be trained, with copies of the policy's LM head and embedding, which training does not change.
 
-    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has its rows of the draft vocabulary, and computes the
-    policy's logits of these tokens from the policy's hidden states after the final norm.
+    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has only those of its rows that belong to tokens that the
+    head can draft. It computes the policy's logits of these tokens from the policy's hidden states after the final norm.
     """
 
     def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:
-        """Makes a head with random weights, and with the LM head and embedding of the policy in the folder `policy`.
+        """Makes a head with random weights, and copies the LM head and embedding of the policy in the folder `policy`.
 
-        `draft_token_ids` are the policy's ids of the draft vocabulary, int64 [D], or None for the whole vocabulary.
+        `draft_token_ids` are the ids of the tokens that the head can draft, int64 [D], or None if it can draft all. Raises
+        ValueError if the policy's files are damaged or do not fit the config.
         """
         with loading_faults(policy, "no head of this shape can be made for it"):
             self.model = model = Eagle3DraftModel(config).float()
@@ -109,14 +110,14 @@ class DraftHead:
         return self
 
     def learned(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the parameters that training may change, by name."""
+        """Returns the parameters that training changes, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def set_policy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies the policy's LM head and embedding from tensors with Hugging Face names. Other tensors are ignored.
+        """Copies the policy's LM head and embedding from `tensors`, where they have their Hugging Face names.
 
         If `tensors` has an embedding but no LM head, the embedding serves as both unless the policy's config says that the two
-        differ. Raises ValueError for a shape that is not the policy's.
+        differ. Other tensors are ignored. Raises ValueError for a shape that is not the policy's.
         """
         embedding = tensors.get(EMBEDDING)
         lm_head = tensors.get(LM_HEAD, None if self._is_untied else embedding)
@@ -133,7 +134,7 @@ class DraftHead:
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Returns the auxiliary layers of a new head, which are an early, a middle and a late one.
+    """Returns the policy layers whose inputs a new head reads by default, which are an early, a middle and a late one.
 
     Unlike the defaults of vLLM and NeMo-RL, these are three different layers for shallow policies too. Raises ValueError for a
     policy of fewer than four layers.
@@ -144,7 +145,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def _layer_like(policy_folder: Path) -> PretrainedConfig:
-    """Returns the config of a head's only layer, which resembles the policy's layers."""
+    """Returns the config of the single decoder layer of a new head, which has the sizes of the policy's layers."""
     policy = AutoConfig.from_pretrained(policy_folder)
     policy = getattr(policy, "text_config", policy)
     config_class = _CONFIG_CLASSES["qwen3" if policy.model_type.startswith("qwen3") else "llama"]
@@ -160,11 +161,11 @@ def create_head(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> DraftHead:
-    """Returns an untrained float32 head of one layer that resembles the policy, so that it learns in fewer steps.
+    """Returns a new float32 head of one layer. It starts with weights of the policy, so that it learns in fewer steps.
 
-    By default the head reads the inputs of the layers of `default_layer_ids`, and can draft all tokens. `seed` is for the
-    random weights, which are those that are not copied from the policy. Raises ValueError for layer ids that the policy does
-    not have.
+    The head reads the inputs of the policy layers `layer_ids`, by default those of `default_layer_ids`. It can draft the
+    tokens `draft_token_ids`, by default all. Weights that are not copied from the policy are random and depend on `seed`.
+    Raises ValueError for layer ids that the policy does not have.
     """
     facts = read_policy_facts(policy_folder)
     layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
@@ -182,9 +183,9 @@ def create_head(
 
 
 def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | str = "cpu") -> DraftHead:
-    """Returns the head in a folder of any layout that `head_facts` reads, as float32, for training or measuring.
+    """Returns the head in `folder` in float32, for training it or for measuring its acceptance.
 
-    Raises ValueError if `check_head` refuses it.
+    The folder may have any layout that `files/head_facts.py` reads. Raises ValueError if `check_head` refuses the head.
     """
     facts = check_head(folder, policy_folder, read_tensors=False)
     tensors = read_head_tensors(folder)
@@ -215,8 +216,9 @@ def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | s
 def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes a head to `folder`, completely or not at all, and replaces a head that is there.
 
-    An embedding that equals the policy's is left out, because vLLM then uses the policy's. `from_pretrained` of `speculators`
-    puts random values in its place, until `_load_verifier_weights(overwrite_embed_tokens=True)` is called.
+    An embedding that equals the policy's is not saved, because vLLM then uses the policy's. If `from_pretrained` of
+    `speculators` loads such a head, the embedding has random values until
+    `_load_verifier_weights(overwrite_embed_tokens=True)` is called.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -262,7 +264,10 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns those of the named tensors that the policy has. Raises ValueError if it has no embedding of the usual name."""
+    """Returns the tensors in `names` that the policy's checkpoint has, by name.
+
+    Raises ValueError if the checkpoint has no embedding of the usual name.
+    """
     wanted = {*names, EMBEDDING}
     found = dict[str, torch.Tensor]()
     for file in sorted(policy_folder.glob("*.safetensors")):
@@ -279,10 +284,10 @@ def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[st
 
 @torch.no_grad()
 def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -> None:
-    """Copies the policy's LM head, norms and last layer into the head, as far as they have the same shapes.
+    """Copies the policy's LM head, norms and last layer into the head, where the shapes are equal.
 
-    The head's attention reads an embedding beside the hidden state. Its weights for the embedding are copied from the policy's
-    first layer, which also reads an embedding.
+    Beside the hidden state, the head's attention has the embedding of a token as a second input. The weights for this input
+    are copied from the policy's first layer, whose input is an embedding too.
     """
     model = head.model
     hidden = head.model.hidden_size

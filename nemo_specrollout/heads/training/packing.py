@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs several sequences into each batch of the training forward of `speculators`.
+"""Packs several sequences into each training batch of a head, in the form that `speculators` trains on.
 
-A row of a batch is one position of a sequence, with its token and the policy's states.
+A row of a batch is one position of a sequence, with its token and the policy's hidden states.
 
 Shapes: S rows of a packed batch, H hidden size, F = auxiliary layers * H.
 """
@@ -15,33 +15,40 @@ from torch import Tensor
 from nemo_specrollout.heads.features.features import SequenceFeatures
 
 PADDING = -1
-"""Document id of the rows that only fill up a batch."""
+"""Document id of the rows that only fill a batch up to its size. `speculators` calls each piece of a sequence a document."""
 RECENT_BATCHES = 64
-"""Number of the latest batches that may still receive a piece."""
+"""Number of batches to which pieces of sequences can still be added while batches are planned. These are the latest
+batches."""
 
 Batch = dict[str, Tensor]
-"""Tensors [1, S, ...] by the argument names of `speculators`' training forward (`pack`)."""
+"""Tensors [1, S, ...] of a packed batch. Their names are the argument names of the training forward pass of `speculators`."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens from `start` up to but excluding `stop` of a sequence, which is given by its index."""
+    """A part of a sequence, from token `start` up to but excluding token `stop`."""
 
     sequence: int
+    """Index of the sequence."""
     start: int
     stop: int
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that the piece takes. It is one less than its tokens, because a row pairs two of them (`pack`)."""
+        """Number of rows that the piece takes in a batch.
+
+        It is one less than the number of tokens, because a row has the states at one token and the id of the next token
+        (`pack`).
+        """
         return self.stop - self.start - 1
 
 
 def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generator) -> list[list[Piece]]:
-    """Returns the pieces of each batch of at most `max_rows` rows, for sequences of `lengths` tokens.
+    """Distributes sequences of `lengths` tokens over batches of at most `max_rows` rows, and returns the pieces of each batch.
 
-    In random order, each piece goes into the first of the latest `RECENT_BATCHES` batches that has room for it. Sequences of
-    more than `max_rows` rows are cut into pieces. Neighboring pieces share a token, so that no row is lost.
+    A sequence of more than `max_rows` rows is cut into pieces. Neighboring pieces share a token, so that no row is lost. The
+    pieces are placed in random order. Each goes into the first of the latest `RECENT_BATCHES` batches that has enough room, or
+    into a new batch if none has.
     """
     pieces = [
         Piece(i, start, min(start + max_rows + 1, length))
@@ -65,12 +72,12 @@ def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generat
 def pack(
     sequences: Sequence[SequenceFeatures], pieces: Sequence[Piece], ttt_steps: int, num_rows: int | None = None
 ) -> Batch:
-    """Returns the batch of `pieces`, padded to `num_rows` rows if given.
+    """Returns one batch of all `pieces`, padded to `num_rows` rows if that is given.
 
-    As in vLLM (`shift_batch` of `speculators`), row t has token t+1, the auxiliary states at t and the final state at t+1.
-    From it the head learns the distribution of token t+2. The loss leaves out rows whose token belongs to the prompt or is the
-    last of its sequence. It also leaves out the first `ttt_steps` - 1 rows of a piece, because `speculators` would compare
-    them with drafts from the piece before.
+    As in vLLM, and in `shift_batch` of `speculators`, row t has token t+1, the auxiliary states at t and the final state at
+    t+1. From this row the head learns the distribution of token t+2. The loss leaves out rows whose token t+1 belongs to the
+    prompt or is the last of its sequence. It also leaves out the first `ttt_steps` - 1 rows of each piece, because
+    `speculators` would compare them with draft tokens from the piece before.
     """
     parts = [_rows(sequences[piece.sequence], piece, document, ttt_steps) for document, piece in enumerate(pieces)]
     batch = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
@@ -83,7 +90,7 @@ def pack(
 
 
 def _rows(features: SequenceFeatures, piece: Piece, document: int, ttt_steps: int) -> Batch:
-    """Returns the piece's part of a batch, without the first dimension."""
+    """Returns the rows of one piece as tensors [S, ...]. `document` is the piece's number in the batch."""
     start = piece.start
     stop = piece.stop
     index_S = torch.arange(start + 1, stop)

@@ -18,41 +18,49 @@ from nemo_specrollout.heads.training.packing import Piece, pack, plan_batches
 from nemo_specrollout.storage.files import replacing_file
 
 OnStep = Callable[[int, int, float], None]
-"""Called after a step with its number, the (estimated) total number of steps, and the loss."""
+"""Function that is called after each training step with the number of the step, the total number of steps and the loss. If the
+training is limited in seconds, the total is an estimate."""
 
 BATCH_TOKENS = {"cpu": 256, "cuda": 4096}
-"""Default number of rows of a packed batch, by device. Dense attention masks make long batches slow on a CPU."""
+"""Default number of rows of a packed batch, by device type. It is small for a CPU, because dense attention masks make long
+batches slow there."""
 BFLOAT16_HIDDEN = 512
-"""Hidden size from which a CPU with bfloat16 matrix units trains faster in bfloat16, despite the conversions."""
+"""Smallest hidden size at which a CPU with bfloat16 matrix units trains faster in bfloat16 than in float32. Smaller heads do
+not repay the time for converting weights and activations."""
 
 
 def default_learning_rate(hidden_size: int) -> float:
     """Returns the default learning rate of a new head.
 
-    It is 3e-3 up to a hidden size of 256, where this was measured, and falls by a power law to 1e-4 at 4096, which is usual.
+    It is 3e-3 up to a hidden size of 256, for which this value was measured. Above 256 it falls by a power law, and at 4096 it
+    is 1e-4, which is usual there.
     """
     return 3e-3 * min(1.0, (256 / hidden_size) ** 1.227)
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Hyperparameters of the training. Raises ValueError for an unknown loss."""
+    """Hyperparameters of the training of a head. Raises ValueError for an unknown loss."""
 
     loss: str = MIXED_LOSS
-    """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation distance.
-    But this alone gives an untrained head almost no gradient, so the default adds a divergence to it."""
+    """Name of a loss function of `speculators`, or JSON with the weights of several. The acceptance rate depends on the total
+    variation distance between head and policy. But this distance alone gives an untrained head almost no gradient, so the
+    default adds a divergence to it."""
     tv_after: float = 1.0
-    """Share of a training after which the loss is total variation alone (Bebop, arXiv 2606.12370). 1 means never."""
+    """Share of the training after which the loss is the total variation distance alone (Bebop, arXiv 2606.12370). 1 means
+    never."""
     learning_rate: float = 3e-3
     """Learning rate after warm-up. For hidden sizes other than 256, see `default_learning_rate`."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Course of the learning rate. `cosine` falls to a tenth at the end of the budget."""
+    """How the learning rate changes after the warm-up. With `cosine`, it falls to a tenth until the end of the training."""
     warmup_steps: int = 20
-    """Steps over which the learning rate rises linearly from 0."""
+    """Number of training steps over which the learning rate rises linearly from 0."""
     ttt_steps: int = 5
-    """Number of draft positions that are trained. From the second on, the head reads its own hidden states."""
+    """Number of draft positions that are trained. From the second position on, the head reads its own hidden states instead of
+    the policy's."""
     batch_tokens: int = 256
-    """Number of rows of a packed batch. Longer sequences are cut."""
+    """Maximum number of rows of a packed batch. A row is one token of a sequence with its states. Longer sequences are cut
+    into pieces."""
     max_grad_norm: float = 1.0
     seed: int = 0
 
@@ -62,20 +70,21 @@ class TrainingSettings:
 
 @dataclass
 class TrainingProgress:
-    """Progress of a training, and its place in the data."""
+    """How far a training has come, and which part of the data it has used."""
 
     steps: int = 0
     tokens: int = 0
-    """Number of rows that were trained on, including prompts."""
+    """Number of tokens that were trained on, including those of prompts."""
     seconds: float = 0.0
     epoch: int = 0
+    """Number of complete passes over the data."""
     batches_of_epoch: int = 0
-    """Number of batches of the current pass that were trained on."""
+    """Number of batches that were trained on in the current pass over the data."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Length of a training in steps or seconds. With `seconds`, results are not repeatable."""
+    """Length of a training, in steps or in seconds. A training of a given number of seconds cannot be repeated exactly."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -84,7 +93,7 @@ class Budget:
         assert (self.steps is None) != (self.seconds is None) and (self.steps or self.seconds or 0) > 0
 
     def used_share(self, progress: TrainingProgress) -> float:
-        """Returns the share of the budget that a training has used, which is 1 at the end."""
+        """Returns which share of its length a training has completed, from 0 to 1."""
         if self.steps is not None:
             return min(1.0, progress.steps / self.steps)
         assert self.seconds is not None
@@ -92,10 +101,11 @@ class Budget:
 
 
 class HeadTrainer:
-    """Owns a head while it learns, with the optimizer and the place in the data.
+    """Trains a head. Owns the head, the optimizer, and the place in the data, until training ends.
 
-    After `load`, the next `train` continues the training that `save` interrupted, bit for bit if the data and the budget
-    are the same. Example: `HeadTrainer(head, TrainingSettings()).train(sequences, Budget(steps=500))`.
+    `save` writes the whole state to a file. After `load`, the next `train` continues from that state. If the data and the
+    number of steps are the same, the result is equal, bit for bit, to that of a training without interruption. Example:
+    `HeadTrainer(head, TrainingSettings()).train(sequences, Budget(steps=500))`.
     """
 
     def __init__(self, head: DraftHead, settings: TrainingSettings) -> None:
@@ -115,10 +125,11 @@ class HeadTrainer:
     def train(
         self, sequences: Sequence[SequenceFeatures], budget: Budget, on_step: OnStep = lambda step, total, loss: None
     ) -> TrainingProgress:
-        """Trains until the budget is used, with as many passes over the data as that takes.
+        """Trains the head for as long as `budget` says, in as many passes over the data as are needed.
 
-        Returns the progress at the end. Raises ValueError if there is nothing to learn from. Raises FloatingPointError for a
-        loss or gradient that is not finite, and leaves the head as it was before that step.
+        Returns the progress at the end. Calls `on_step` after each step. Raises ValueError if no sequence is long enough to
+        learn from. Raises FloatingPointError for a loss or gradient that is not finite, and then leaves the head as it was
+        before that step.
         """
         progress = self.progress
         batches = self._batches(sequences)
@@ -135,7 +146,7 @@ class HeadTrainer:
         return progress
 
     def save(self, path: Path) -> None:
-        """Replaces the file `path` by the trainer's whole state."""
+        """Writes the whole state of the trainer to the file `path`, and replaces a file that is there."""
         state = {
             "settings": asdict(self.settings),
             "learned": {name: p.detach().cpu() for name, p in self.head.learned().items()},
@@ -147,7 +158,7 @@ class HeadTrainer:
             torch.save(state, temporary)
 
     def load(self, path: Path) -> None:
-        """Restores what `save` wrote. Raises ValueError if the state has other settings."""
+        """Restores the state that `save` wrote to `path`. Raises ValueError if it was saved with other settings."""
         state = torch.load(path, map_location=self.head.device, weights_only=True)
         for name, mine in asdict(self.settings).items():
             if (other := state["settings"].get(name)) != mine:
@@ -159,7 +170,10 @@ class HeadTrainer:
         self.progress = TrainingProgress(**state["run"])
 
     def _batches(self, sequences: Sequence[SequenceFeatures]) -> Iterator[list[Piece]]:
-        """Yields batches without end, from the current place in the data."""
+        """Yields the pieces of one batch after another without end, from the current place in the data on.
+
+        Raises ValueError if no sequence has three tokens.
+        """
         lengths = [s.num_tokens for s in sequences]
         if max(lengths, default=0) < 3:
             raise ValueError(f"{len(lengths)} sequences, none of three tokens: nothing to learn from")
@@ -171,7 +185,10 @@ class HeadTrainer:
             progress.batches_of_epoch = 0
 
     def _step(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], used_share: float) -> float:
-        """Takes an optimizer step at `used_share` of the budget, and returns its loss."""
+        """Takes one optimizer step on a batch of `pieces`, and returns its loss.
+
+        `used_share` is the share of the training that is completed.
+        """
         loss = self._loss(sequences, pieces, "tv" if used_share >= self.settings.tv_after else self.settings.loss)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -188,7 +205,10 @@ class HeadTrainer:
         return value
 
     def _loss(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], loss: str) -> torch.Tensor:
-        """Returns the loss of the training forward of `speculators`."""
+        """Returns the loss of a batch of `pieces`, from the training forward pass of `speculators`.
+
+        `loss` names the loss function.
+        """
         settings = self.settings
         device = self.head.device
         # Compiled kernels on a GPU need batches of one shape. On a CPU, a batch needs a row per draft position.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter side, which is a process with a vLLM engine whose requests are shadow sequences."""
+"""The process of a remote drafter. The requests of its vLLM engine are shadow sequences, copies of verifiers' requests."""

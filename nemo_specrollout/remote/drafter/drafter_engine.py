@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's engine, which is vLLM on its V2 model runner with shadow sequences as requests."""
+"""The engine of a remote drafter, which is vLLM with its V2 model runner. Its requests are shadow sequences.
+
+A shadow sequence is a copy of a verifier's request, which the draft model extends.
+"""
 
 import gc
 from collections.abc import Mapping
@@ -22,11 +25,11 @@ from nemo_specrollout.storage.weights_folder import check_like
 WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
 _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes whose values are checked. For smaller dtypes, torch cannot tell whether values are finite."""
+"""Dtypes of tensors that are checked for values that are not finite. In smaller dtypes, torch cannot detect such values."""
 
 
 class DrafterEngine:
-    """Owns the engine of one draft model, which drafts one token at a time for some of its shadow sequences."""
+    """Owns a vLLM engine with a draft model. Each engine step drafts one token for some of the shadow sequences."""
 
     def __init__(self, model: Path, num_shadows: int, max_model_len: int, **vllm_kwargs: Any) -> None:
         """Starts vLLM, with `vllm_kwargs` as further arguments of vllm.LLM. Raises ConfigError if vLLM refuses them."""
@@ -69,7 +72,10 @@ class DrafterEngine:
         self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
 
     def open(self, shadow: int, opening: Open) -> None:
-        """Adds a shadow sequence, whose text the next engine step reads. Raises ValueError if vLLM refuses the request."""
+        """Adds the shadow sequence that `opening` describes, whose text is read in the next engine step.
+
+        Raises ValueError if vLLM refuses it.
+        """
         from vllm import SamplingParams
 
         from nemo_specrollout.generation.engine import vllm_requests
@@ -97,15 +103,18 @@ class DrafterEngine:
         self._scheduler.correct(shadow, num_kept, tokens)
 
     def load_weights(self, folder: Path) -> None:
-        """Drafts with the weights in `folder` from now on. The texts of all shadow sequences are read again.
+        """Replaces the weights by those in `folder`. The texts of all shadow sequences are then read again.
 
-        Raises ValueError or OSError, and keeps the old weights, unless `folder` has a checkpoint with the tensors of the draft
-        model in the same shapes. Raises RuntimeError if vLLM cannot load them, for instance for lack of memory.
+        Raises ValueError or OSError unless `folder` has a checkpoint with the same tensors and shapes as the draft model. In
+        this case the old weights stay. Raises RuntimeError if vLLM cannot load the weights, for instance for lack of memory.
         """
         self.use_weights(self.read_weights(folder))
 
     def read_weights(self, folder: Path) -> list[tuple[str, torch.Tensor]]:
-        """Returns the tensors of a checkpoint in the host's memory. Any thread may call it. Raises as `load_weights` does."""
+        """Reads a checkpoint of the draft model into the host's memory, and returns its tensors by name.
+
+        It may be called in any thread. Raises ValueError or OSError if the checkpoint cannot be used.
+        """
         if not self._shapes:
             raise ValueError(f"the drafter's model {self._folder} is no folder of safetensors files to compare with")
         tensors = read_like(folder, self._shapes)
@@ -116,13 +125,16 @@ class DrafterEngine:
         return tensors
 
     def use_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Drafts with tensors of `read_weights` from now on. Raises RuntimeError if vLLM cannot load them."""
+        """Replaces the weights by `tensors` that `read_weights` has returned. Raises RuntimeError if vLLM cannot load them."""
         weights = folders.with_tied_lm_head(self._folder, tensors)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._scheduler.read_again()
 
     def draft(self, shadows_M: np.ndarray) -> np.ndarray:
-        """Returns a token for each of these shadows, as `DRAFT_ROW`, except those whose texts are still being read."""
+        """Drafts one token for each of the shadow sequences `shadows_M`, and returns the tokens as `DRAFT_ROW`.
+
+        There is no token for a shadow sequence whose text is still being read.
+        """
         self._scheduler.awake = shadows_M.tolist()
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()
@@ -140,9 +152,10 @@ class DrafterEngine:
 
 
 def read_like(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors of a checkpoint by name. Raises ValueError unless they have exactly these names and shapes.
+    """Returns the tensors of a checkpoint by name.
 
-    The files are copied into memory instead of mapped, because truncating a mapped file would crash the process.
+    Raises ValueError unless they have exactly the names and shapes in `shapes`. The files are copied into memory and not
+    mapped, because the process would crash if a mapped file were truncated.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     for file in check_like(folder, shapes, " on the drafter's machine"):

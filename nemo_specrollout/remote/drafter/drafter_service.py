@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter, which consists of an engine, a socket, and the loop between them."""
+"""A remote drafter, which consists of an engine, a socket, and the loop that passes messages between them."""
 
 import secrets
 import time
@@ -16,16 +16,20 @@ from nemo_specrollout.remote.protocol.transport import DrafterSocket
 IDLE_WAIT_S = 0.05
 """Longest wait for a message, in seconds, while no shadow sequence may draft."""
 LONGEST_READING_S = 0.25
-"""Seconds after which a turn of the loop reads no further messages, because verifiers drop a drafter that does not answer."""
+"""Maximum time in seconds for which a turn of the loop reads messages before it answers, because verifiers drop a drafter that
+does not answer."""
 STATUS_PERIOD_S = 1.0
 """Seconds between two status reports."""
 
 
 class DrafterService:
-    """Owns the engine, the socket and the drafter side of the protocol. `run` serves until it is interrupted."""
+    """Owns the drafter's engine, its socket and its side of the protocol. `run` serves until it is interrupted."""
 
     def __init__(self, spec: DrafterSpec, on_bound: Callable[[DrafterReport], object] = lambda status: None) -> None:
-        """Binds the address, reports it to `on_bound`, then starts the engine. Raises ConfigError if either fails."""
+        """Binds the socket, passes its address to `on_bound`, and then starts the engine.
+
+        Raises ConfigError if the socket cannot be bound or the engine cannot be started.
+        """
         self._socket = DrafterSocket(spec.address, shared_secret([spec.address]), spec.allowed_hosts)
         self.status = DrafterReport(self._socket.address)
         on_bound(self.status)
@@ -56,7 +60,10 @@ class DrafterService:
                 self._socket.wait(IDLE_WAIT_S)
 
     def turn(self) -> bool:
-        """Reads messages, drafts a token for each shadow sequence that may draft, and answers. Returns whether it drafted."""
+        """Reads messages, drafts a token for each shadow sequence that may draft, and sends answers.
+
+        Returns whether it has drafted.
+        """
         side = self._side
         status = self.status
         if self._watch is not None:
@@ -85,7 +92,7 @@ class DrafterService:
         return len(shadows_M) > 0
 
     def _use_new_weights(self, watch: WeightsWatch) -> None:
-        """Loads the weights that the watch has read since the last call, if there are any, into the engine."""
+        """Loads the weights that `watch` has read since the last call into the engine, if there are any."""
         new = watch.take()
         if new is not None:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a drafter, and the counters that it reports. This module does not load torch."""
+"""Settings of a remote drafter, and the counters that its process reports. This module does not load torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ from nemo_specrollout.config.strict import ConfigError
 CPU_KV_BYTES = 256 << 20
 """Size of a drafter's KV cache on a CPU, in bytes."""
 GPU_MEMORY_SHARE = 0.9
-"""Share of a GPU's memory that a drafter with the whole GPU takes."""
+"""Share of a GPU's memory that a drafter takes if it has the GPU for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec(RemoteDrafterConfig):
-    """Settings of a drafter, which are its options in the block, its address, and settings of the policy's engines."""
+    """Settings of a remote drafter.
+
+    They are its options in the config, its address, and the precision and the longest text of the policy's engines.
+    """
 
     address: str = any_port("127.0.0.1")
     """ZeroMQ address to bind, where port 0 means any free port."""
@@ -29,23 +32,24 @@ class DrafterSpec(RemoteDrafterConfig):
 
 @dataclass
 class DrafterReport:
-    """Counters and state of a drafter."""
+    """Counters and state of a remote drafter, which its process reports."""
 
     address: str
-    """Address at which it listens, or empty before that."""
+    """Address at which the drafter listens, or empty before it listens."""
     is_up: bool = False
     """True if the engine has started."""
     num_steps: int = 0
     num_drafted: int = 0
     num_corrections: int = 0
     num_refused_frames: int = 0
-    """Number of messages that it refused to read, plus answers that did not reach their verifier."""
+    """Number of refused messages, plus the number of answers that did not reach their verifier."""
     refusal: str = ""
-    """Reason of the latest of these refusals."""
+    """Why the latest message was refused, or why the latest lost answer did not reach its verifier."""
     num_open: int = 0
     """Number of shadow sequences in use."""
     draft_version: int = 0
-    """Version of the weights that came from `publish-draft` or `weights_from` last, or 0 for those of `model`."""
+    """Version of the weights that `publish-draft` or the folder `weights_from` has given last, or 0 for the weights of
+    `model`."""
     weights_problem: str = ""
     """Why the newest weights in `weights_from` are not in use, or empty if they are."""
     busy_s: float = 0.0
@@ -65,7 +69,10 @@ def drafter_spec(
     *,
     on_cpu: bool = True,
 ) -> DrafterSpec:
-    """Returns the settings of a drafter for engines with NeMo-RL's `vllm_cfg`. Raises ConfigError if its model is missing."""
+    """Returns the settings of a drafter for engines with NeMo-RL's `vllm_cfg`. `drafter` has its options in the config.
+
+    Raises ConfigError if the drafter's model is missing.
+    """
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
     memory: dict[str, float] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}

@@ -15,7 +15,7 @@ from nemo_specrollout.remote.protocol.messages import DRAFT_ROW
 
 @dataclass(frozen=True)
 class TextChange:
-    """Change of a request's text, sent to the vLLM workers."""
+    """Change of a request's text, which the scheduler sends to the vLLM workers."""
 
     start: int
     """Index of the first token that may differ. `tokens` is the text from there on."""
@@ -25,11 +25,11 @@ class TextChange:
 
 
 class ShadowScheduler(Scheduler):
-    """vLLM's scheduler, which runs only the shadow sequences in `awake`, in that order, and the prompts of new ones.
+    """vLLM's scheduler, restricted to new shadow sequences and to those in `awake`, in the order of `awake`.
 
-    At any time, exactly the first `num_computed_tokens` tokens of a shadow's text are in the KV cache. Sampled tokens leave
-    the engine only through `take_drafted`. `_changed` has, by request id, the first index at which a vLLM worker's text may
-    differ.
+    At any time, exactly the first `num_computed_tokens` tokens of a shadow sequence's text are in the KV cache. Sampled tokens
+    leave the engine only through `take_drafted`. `_changed` has, by request id, the first index at which a vLLM worker's text
+    may differ.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,13 +40,13 @@ class ShadowScheduler(Scheduler):
         self._drafted: list[tuple[int, int, int, int, int]] = []
 
     def add_request(self, request: Any) -> None:
-        """Adds a request, whose id is the number of its shadow, possibly with a suffix of vLLM's."""
+        """Adds a request. Its id is the number of its shadow sequence, to which vLLM may have appended a suffix."""
         self._shadows[_shadow_of(request.request_id)] = request
         self._changed.pop(request.request_id, None)
         super().add_request(request)
 
     def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
-        """Keeps the first `num_kept` tokens of a shadow's text, and continues it with `tokens`."""
+        """Keeps the first `num_kept` tokens of a shadow sequence's text, and continues it with `tokens`."""
         request = self._shadows[shadow]
         del request._output_token_ids[num_kept - request.num_prompt_tokens :]
         del request._all_token_ids[num_kept:]
@@ -54,12 +54,15 @@ class ShadowScheduler(Scheduler):
         self._note_change(request, num_kept, num_kept)
 
     def read_again(self) -> None:
-        """Drops all texts' KV cache, because the weights have changed. A text is read again when its shadow is awake."""
+        """Drops the KV cache of all texts, because the weights have changed.
+
+        A text is read again when its shadow sequence is next in `awake`.
+        """
         for request in self.requests.values():
             self._note_change(request, request.num_tokens, 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedules an engine step of the awake shadows, and adds the changed texts to vLLM's output."""
+        """Schedules an engine step of the shadow sequences in `awake`, and adds the changes of texts to vLLM's output."""
         running = self.running
         awake = [self._shadows[m] for m in self.awake]
         is_awake = {r.request_id for r in awake}

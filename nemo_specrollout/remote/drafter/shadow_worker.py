@@ -19,7 +19,7 @@ from nemo_specrollout.sampling.platforms import native_worker
 _NativeWorker: Any = native_worker(compat.device_type())
 _NAMES = list(inspect.signature(Sampler.apply_sampling_params).parameters)
 _POSITIONS = _NAMES.index("pos") - _NAMES.index("expanded_idx_mapping") - 1
-"""Index of the rows' positions among the further arguments of `ShadowWorker.sample`."""
+"""Index of the tensor of positions among the arguments `rows` of `ShadowWorker.sample`."""
 
 
 class ShadowWorker(_NativeWorker):
@@ -27,7 +27,7 @@ class ShadowWorker(_NativeWorker):
 
     model_runner: Any
     _levels_R: torch.Tensor
-    """Evidence levels of the last engine step, int8 [R], which are on the host as soon as its tokens are."""
+    """Evidence levels of the tokens of the last engine step, int8 [R]. They are on the host as soon as the tokens are."""
 
     def init_device(self) -> None:
         """Builds the model runner, and checks that it is one that this package knows."""
@@ -43,7 +43,7 @@ class ShadowWorker(_NativeWorker):
         self.model_runner.sampler.sample = self.sample
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Changes the texts of corrected requests, then executes the engine step."""
+        """Applies the corrections of texts, and then executes the engine step."""
         change_texts(self.model_runner.req_states, scheduler_output.specrollout_changes)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -63,10 +63,11 @@ class ShadowWorker(_NativeWorker):
     def sample(
         self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, *rows: Any, return_logprobs: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns tokens, int64 [R], and the logits after all sampling parameters, including the temperature.
+        """Samples tokens and their evidence levels. Replaces `sample` of vLLM's sampler, and samples the same tokens.
 
-        Replaces `sample` of vLLM's sampler. It samples the same tokens, and also computes `_levels_R`. `rows` are the further
-        arguments of vLLM's `apply_sampling_params`, of which newer versions have more.
+        `rows` are the further arguments of vLLM's `apply_sampling_params`, of which newer versions have more. Returns the
+        tokens, int64 [R], and the logits after all sampling parameters, including the temperature. The evidence levels are
+        then in `_levels_R`.
         """
         sampler = self.model_runner.sampler
         states = sampler.sampling_states
@@ -81,7 +82,10 @@ class ShadowWorker(_NativeWorker):
 
 
 def change_texts(states: Any, changes: dict[str, TextChange]) -> None:
-    """Replaces the ends of requests' texts in their slots. For vLLM, each text is then a partly computed prompt."""
+    """Replaces the end of each changed text in `states`, which are the request states of vLLM's model runner.
+
+    vLLM then takes the text for a prompt that is computed in part.
+    """
     for req_id, change in changes.items():
         slot = states.req_id_to_index[req_id]
         length = change.start + len(change.tokens)

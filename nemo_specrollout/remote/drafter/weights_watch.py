@@ -23,16 +23,19 @@ class NewWeights:
 
 
 class WeightsWatch:
-    """Owns the thread, the weights that were read and are not in use yet, and a list of unusable publications.
+    """Watches a folder for publications. Owns the thread, weights that were read but not taken, and unusable publications.
 
     A publication is a folder with a checkpoint, inside the watched folder. The thread reads and checks its files, and the
-    drafter's loop takes what was read, between two of its turns. A publication that cannot be used is not tried again unless
-    its files change, and the newest usable one before it is used instead. If the newest publication is removed, the drafter
-    goes back to the one before it.
+    drafter's loop takes the weights between two of its turns. A publication that cannot be used is not tried again unless its
+    files change. Until then, the newest publication that can be used is in use. If the newest publication is removed, the
+    drafter goes back to the one before it.
     """
 
     def __init__(self, folder: Path, read: Callable[[Path], list[tuple[str, Any]]]) -> None:
-        """`read` returns the tensors of a checkpoint, and raises ValueError or OSError if the drafter cannot use it."""
+        """Prepares to watch `folder`. `start` starts the thread.
+
+        `read` returns the tensors of a checkpoint, and raises ValueError or OSError if the drafter cannot use it.
+        """
         self._folder = folder
         self._read = read
         self._lock = threading.Lock()
@@ -55,7 +58,7 @@ class WeightsWatch:
             self._thread.join()
 
     def take(self) -> NewWeights | None:
-        """Returns new weights once, or None. The call costs nothing if there are none."""
+        """Returns the weights that were read since the last call, or None. The call is cheap if there are none."""
         if self._ready is None:
             return None
         with self._lock:
@@ -64,11 +67,11 @@ class WeightsWatch:
         return ready
 
     def refuse(self, weights: NewWeights, reason: str) -> None:
-        """Notes that the drafter could not use the weights that it had taken, and why."""
+        """Notes that the drafter could not load weights that `take` has returned, and why."""
         self._note(weights.publication, reason)
 
     def look(self) -> None:
-        """Reads the newest publication that can be used, unless it is in use."""
+        """Reads the newest publication that can be used, unless it is already in use."""
         found = publications(self._folder)
         names = {publication.path.name for publication in found}
         self._unusable = {name: p for name, p in self._unusable.items() if name in names}

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol between verifiers (engines of the policy) and remote drafters, with messages, both sides, and transport.
 
-docs/concepts/remote-protocol.md describes the life of a request and the invariants. In short, a `Step` opens requests with
-their texts (`Open`), commits what the policy has sampled, and closes requests. `Drafts` carries the tokens that were drafted
-beyond these texts.
+docs/concepts/remote-protocol.md describes the life of a request and the invariants. In short, a verifier sends a `Step` after
+each engine step. The `Step` opens new requests with their texts (`Open`), commits the tokens that the policy has sampled for
+other requests, and closes requests that have ended. A drafter sends `Drafts`, which have the tokens that it has drafted beyond
+these texts.
 
-Every message can be understood without others. A draft token carries its position and the hash of all text before it. A commit
-carries length and hash of the text that it extends. So a receiver recognizes late, duplicated, lost and reordered messages.
+Every message can be understood without the others, because it says to which text it belongs. A draft token carries its
+position and the hash of all text before it. A commit carries the length and the hash of the text that it extends. So a
+receiver recognizes messages that are late, duplicated, lost or reordered.
 """

@@ -9,7 +9,10 @@ from nemo_specrollout.config.strict import ConfigError
 
 
 class AllowedHosts:
-    """Owns the networks of `allowed_hosts`. Names of hosts are looked up once, when the object is built."""
+    """Tells whether a drafter accepts messages from a host. Owns the networks of the option `allowed_hosts`.
+
+    Names of hosts are looked up once, when the object is built.
+    """
 
     def __init__(self, hosts: Sequence[str]) -> None:
         """Takes IP addresses, networks and names. An empty list allows all hosts. Raises ConfigError for an unknown name."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verifier's draft buffers, which hold the tokens drafted beyond the committed text of each request.
 
-Both sides keep the last positions of each text in a ring buffer, where each token has a prefix hash. The prefix hash of a
-position is a hash of the request's seed and of all tokens before that position.
+The committed text is the prompt with the tokens that the policy has sampled. Verifier and drafter both keep the last positions
+of each text in a ring buffer, where each token has a prefix hash. The prefix hash of a position is a hash of the request's
+seed and of all tokens before that position.
 
 Shapes: S request slots, b some of them, N rows of a message, L longest sequence, X columns of a draft stream's table.
 """
@@ -17,20 +18,21 @@ from nemo_specrollout.sampling.seeds import GAMMA
 
 NO_REQUEST = -1
 SLOT_BITS = 16
-"""Number of low bits of a request's number that hold its slot, so that the slot is found without a table."""
+"""Number of low bits of a request's number that hold its slot, so that the slot follows from the number."""
 SLOT_MASK = (1 << SLOT_BITS) - 1
 LEAST_SURVIVAL = 0.02
-"""Smallest survival (probability that all drafts so far are right) at which a draft token is worth the drafter's time."""
+"""Smallest survival at which a draft token is worth the drafter's time. Survival is the probability that all draft tokens of a
+request up to this one are accepted."""
 FIRST_RATE = 0.9
-"""Assumed probability that a draft of a request without history is right if all drafts before it are."""
+"""Assumed probability that a draft token is accepted if all before it are, for a request that has no history yet."""
 
 BASE, COUNT, TOKENS = 0, 1, 2
-"""Columns of a draft stream's table (`draft_stream.py`). A row has the length of the text for which the drafts were made, the
-number of draft tokens, and then the tokens themselves."""
+"""Columns of a draft stream's table (`draft_stream.py`). A row has the length of the text for which the tokens were drafted,
+the number of draft tokens, the tokens, and their evidence levels."""
 
 KEPT, LATE, STALE, WRONG = 0, 1, 2, 3
-"""Indices in `DraftBuffers.counts`, by the outcome of a draft token (see `DrafterStats`). A token is also stale if the buffer
-lacks the token before it, or has no room for it."""
+"""Indices of `DraftBuffers.counts`, which are the possible outcomes of a draft token (see `DrafterStats`). A token also counts
+as stale if the buffer does not have the token before it, or has no room for it."""
 
 ENTRY = np.dtype([("prefix_hash", np.uint64), ("token", np.int32), ("level", np.int8)], align=True)
 """One position of a text, with the hash of all tokens before it, its token, and the evidence level if it was drafted."""
@@ -50,13 +52,16 @@ _SLOTS, _COMMITS, _DRAFTS = (from_dtype(row)[::1] for row in (_SLOT, COMMIT_ROW,
 
 
 def new_rings(num_rows: int, least_size: int) -> np.ndarray:
-    """Returns empty rings [num_rows, size], where `size` is the smallest power of two above `least_size`."""
+    """Returns empty ring buffers [num_rows, size], where `size` is the smallest power of two above `least_size`."""
     return np.zeros((num_rows, 1 << least_size.bit_length()), ENTRY)
 
 
 @njit("uint64(uint64, int64)", cache=True)
 def extend(prefix_hash, token):  # type: ignore[no-untyped-def]
-    """Returns the prefix hash after one more token, by SplitMix64's output function of a sum of the hash and the token."""
+    """Returns the prefix hash of a text that grows by one token.
+
+    It is SplitMix64's output function of the old prefix hash plus a multiple of the token.
+    """
     return mix64(prefix_hash + _GAMMA * np.uint64(token + 1))
 
 
@@ -68,13 +73,13 @@ def _extend_all(prefix_hash, tokens):  # type: ignore[no-untyped-def]
 
 
 def text_hash(seed: int, tokens: np.ndarray) -> int:
-    """Returns the prefix hash after int32 `tokens`, the whole text of a request with this seed."""
+    """Returns the prefix hash after the whole text of a request, from its seed and its int32 `tokens`."""
     return int(_extend_all(np.uint64(seed), tokens))
 
 
 @njit(cache=True)
 def put(ring, position, token, level):  # type: ignore[no-untyped-def]
-    """Writes a token into a ring, and also the prefix hash of the next position."""
+    """Writes a token with its evidence level into a ring buffer, and computes the prefix hash of the next position."""
     mask = len(ring) - 1
     entry = ring[position & mask]
     entry.token = token
@@ -83,15 +88,16 @@ def put(ring, position, token, level):  # type: ignore[no-untyped-def]
 
 
 class DraftBuffers:
-    """Owns the draft buffers of all request slots.
+    """Owns the draft buffer of each request slot, with the tokens drafted beyond the committed text of its request.
 
-    Messages may arrive in any order and any number of times. Each one extends or corrects a buffer, or changes nothing. The
-    last message about a position wins, because a drafter with new weights may correct itself.
+    Messages may arrive in any order and any number of times. Each one extends or corrects a buffer, or changes nothing. If two
+    messages have different tokens for a position, the later one wins, because a drafter with new weights may correct itself.
     """
 
     def __init__(self, num_slots: int, most_ahead: int, vocab_size: int) -> None:
         self.counts = np.zeros(4, np.int64)
-        """Received draft tokens by outcome, int64. The wrong ones are a part of the kept ones."""
+        """Number of received draft tokens by outcome, int64 [4]. Tokens that are counted as wrong were counted as kept
+        before."""
         self._slots = np.zeros(num_slots, _SLOT)
         self._slots["request"] = NO_REQUEST
         self._rings = new_rings(num_slots, most_ahead + 1)
@@ -99,13 +105,13 @@ class DraftBuffers:
         self._vocab_size = vocab_size
 
     def open(self, slot: int, request: int, seed: int, text: np.ndarray) -> None:
-        """Assigns `slot` to `request`, whose int32 `text` is committed."""
+        """Gives `slot` to the request with number `request`. All of its int32 `text` is committed."""
         length = len(text)
         self._slots[slot] = (request, length, length, 0.0, 0.0)
         self._rings[slot, length % self._rings.shape[1]]["prefix_hash"] = text_hash(seed, text)
 
     def close(self, slots: np.ndarray) -> None:
-        """Empties the buffers of `slots` and takes no drafts for them until they are opened again."""
+        """Empties the buffers of `slots`, and accepts no draft tokens for them until they are opened again."""
         committed = self._slots["committed"][slots]
         self.counts[WRONG] += int((self._slots["end"][slots] - committed).sum())
         self._slots["request"][slots] = NO_REQUEST
@@ -114,10 +120,10 @@ class DraftBuffers:
     def commit(
         self, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Extends the committed text of each slot to `lengths_b` tokens and drops buffered tokens that differ from it.
+        """Extends the committed text of each slot to `lengths_b` tokens, and drops buffered draft tokens that differ from it.
 
-        Returns what the message `Step` says about this, which is a `COMMIT_ROW` for each slot [b], and the new tokens of all
-        slots one after another.
+        Returns what a `Step` says about this to the drafter, which is a `COMMIT_ROW` for each slot [b], and the new tokens of
+        all slots one after another.
         """
         rows_b = np.zeros(len(slots_b), COMMIT_ROW)
         slots = self._slots[slots_b]
@@ -130,10 +136,11 @@ class DraftBuffers:
         return rows_b, tokens
 
     def windows(self, slots_b: np.ndarray) -> np.ndarray:
-        """Returns how many draft tokens a drafter may be ahead of each request, uint8 [b].
+        """Returns for each request how many tokens a drafter may draft beyond its committed text, uint8 [b].
 
-        A window ends where drafts are unlikely to be accepted at the request's own recent rate. Source: the per-request
-        windows of SpecActor's Algorithm 2 (arXiv 2511.16193). Unlike there, no request waits for a full window.
+        Drafting ends where the probability of acceptance has fallen to `LEAST_SURVIVAL`, at the recent acceptance rate of the
+        request. This rule is that of SpecActor's Algorithm 2 (arXiv 2511.16193), but no request waits until all of these
+        tokens are drafted.
         """
         hits_b = self._slots["num_hits"][slots_b]
         judged_b = self._slots["num_judged"][slots_b]
@@ -142,7 +149,7 @@ class DraftBuffers:
         return np.clip(lengths_b, 1, self._most_ahead).astype(np.uint8)
 
     def add(self, rows_N: np.ndarray) -> None:
-        """Appends draft tokens, `DRAFT_ROW` [N], and counts the outcome of each token."""
+        """Appends received draft tokens, `DRAFT_ROW` [N], to their buffers, and counts the outcome of each token."""
         _add(rows_N, self._slots, self._rings, self.counts, self._vocab_size)
 
     def write(self, table_SX: np.ndarray) -> None:

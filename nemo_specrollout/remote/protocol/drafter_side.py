@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's side of the protocol, which keeps a shadow sequence of each request and answers with draft tokens.
 
-A peer is any key by which the transport identifies a verifier.
+A peer is the key by which the transport identifies a verifier.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class DraftModel:
 
 @dataclass
 class _Session:
-    """State of one verifier's session."""
+    """State of one session, which is one process of a verifier."""
 
     peer: Hashable
     number: int
@@ -64,9 +64,11 @@ class _Session:
     """Number of the latest `Step`."""
     owes_answer: bool = False
     lacking: set[int] = field(default_factory=set)
+    """Numbers of the requests that the verifier has to open again."""
     refused: set[int] = field(default_factory=set)
+    """Numbers of the requests for which this drafter will not draft, and about which the verifier has not been told yet."""
     reason: str = ""
-    """Reason of the latest refusal in `refused`."""
+    """Why the latest request was refused."""
     rows: list[np.ndarray] = field(default_factory=list)
     """Draft tokens to send, as `DRAFT_ROW`."""
 
@@ -77,14 +79,19 @@ class _Session:
 
 
 class DrafterSide:
-    """Owns the sessions of verifiers and what the protocol knows of their shadow sequences.
+    """The drafter's part of the protocol. Owns the sessions of verifiers and the state of their shadow sequences.
 
-    The engine has the full texts and the KV cache. A *shadow* is the place of a shadow sequence there. It belongs to one
-    request of one session until the session closes it, opens the request again, or is forgotten.
+    A shadow sequence is a drafter's copy of a verifier's request. The engine has its full text and its KV cache. A *shadow* is
+    a place for a shadow sequence. It belongs to one request of one session until the session closes the request, opens it
+    again, or is forgotten.
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
-        """`engine` has `model` and the methods of `DrafterEngine` that are called here. `drafter` is a random number."""
+        """Starts without sessions, for an engine with room for `num_shadows` shadow sequences.
+
+        `engine` is a `DrafterEngine` or has the same interface. `drafter` is a random number that identifies this process.
+        `most_ahead` is the maximum number of draft tokens beyond the committed text of a request.
+        """
         self.engine: Any = engine
         self.model: DraftModel = engine.model
         self.num_corrections = 0
@@ -124,7 +131,7 @@ class DrafterSide:
                 self._follow(session, message, now_s)
 
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
-        """Adds the tokens that the engine drafted, `DRAFT_ROW` [M], in an engine step of `token_s` seconds."""
+        """Notes the tokens that the engine has drafted in an engine step of `token_s` seconds, `DRAFT_ROW` [M]."""
         self._token_s = min(token_s, LONGEST_TOKEN_S)
         sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
@@ -134,7 +141,7 @@ class DrafterSide:
             session.rows.append(rows)
 
     def outgoing(self) -> list[tuple[Hashable, Message]]:
-        """Returns the messages to send, each with its receiver, and clears the queue."""
+        """Returns the messages that have to be sent, each with its receiver. Each message is returned once."""
         replies = self._replies
         self._replies = []
         for session in self._sessions.values():
@@ -143,7 +150,7 @@ class DrafterSide:
         return replies
 
     def forget_silent(self, now_s: float) -> None:
-        """Frees the shadows of verifiers that have been silent for `SESSION_TIMEOUT_S`."""
+        """Forgets verifiers that have been silent for `SESSION_TIMEOUT_S`, and frees their shadow sequences."""
         for session in list(self._sessions.values()):
             if now_s - session.heard_s > SESSION_TIMEOUT_S:
                 self._forget(session)
@@ -174,10 +181,10 @@ class DrafterSide:
         return None
 
     def _load_weights(self, message: Publish) -> Published:
-        """Loads new weights, or reports why the old ones stay.
+        """Loads the weights in the folder that `message` names, and returns the answer, with the reason if that failed.
 
         Tokens that the old weights have drafted may stay in their shadow sequences, because a verifier compares every draft
-        with the token that the policy samples.
+        token with the token that the policy samples.
         """
         try:
             self.engine.load_weights(Path(message.folder))
@@ -198,7 +205,7 @@ class DrafterSide:
         self._free.append(shadow)
 
     def _close_requests(self, session: _Session, requests_N: np.ndarray) -> None:
-        """Closes the shadows of requests of a session. Unknown and repeated requests are ignored."""
+        """Closes the shadow sequences of a session's requests. Requests that are unknown or named twice are ignored."""
         shadows_N = self._shadows_of(session, requests_N)
         for shadow in dict.fromkeys(shadows_N[shadows_N >= 0].tolist()):
             self._close(shadow)
@@ -213,13 +220,19 @@ class DrafterSide:
         self._commit(session, step)
 
     def _shadows_of(self, session: _Session, requests_N: np.ndarray) -> np.ndarray:
-        """Returns the shadows of a session's requests, int64 [N], with `NO_SHADOW` for unknown requests."""
+        """Returns the number of each request's shadow sequence, int64 [N].
+
+        It is `NO_SHADOW` if the session has no such request.
+        """
         shadows_N = session.shadow_of_slot[requests_N & SLOT_MASK].astype(np.int64)
         is_its_N = (self._requests[shadows_N] == requests_N) & (self._session_of[shadows_N] == session.number)
         return np.where((shadows_N >= 0) & is_its_N, shadows_N, NO_SHADOW)
 
     def _open(self, session: _Session, opening: Open) -> None:
-        """Opens a shadow sequence, or tells the verifier that none is free, or why there will never be one."""
+        """Opens a shadow sequence for a request.
+
+        If there is no room for it, or if this drafter can never draft for the request, the next answer tells the verifier so.
+        """
         request = opening.request
         text = column(opening.tokens, np.int32)
         self._close_requests(session, np.array([request]))
@@ -264,7 +277,11 @@ class DrafterSide:
         session.lacking.update(rows_N["request"][is_lacking_N & ~is_strange_N].tolist())
 
     def _refuse_strange(self, session: _Session, rows_N: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Refuses requests with new tokens that the draft model does not have. Returns which rows are theirs, bool [N]."""
+        """Refuses requests that have a new token that the draft model does not know.
+
+        `rows_N` are the commits of a `Step`, `COMMIT_ROW` [N], and `tokens` are the new tokens of all rows. Returns which rows
+        belong to refused requests, bool [N].
+        """
         is_strange_N = np.zeros(len(rows_N), np.bool_)
         stops_N = np.cumsum(rows_N["count"])
         for place in np.flatnonzero(self._are_strange(tokens)).tolist():
@@ -277,14 +294,14 @@ class DrafterSide:
         return is_strange_N
 
     def _are_strange(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns which of these tokens the draft model does not have."""
+        """Returns which of `tokens` the draft model does not know, bool."""
         return (tokens < 0) | (tokens >= self.model.vocab_size)
 
     def _why_strange(self, tokens: np.ndarray) -> str:
         return f"token {tokens[0]} is not among the {self.model.vocab_size} of the draft model"
 
     def _drafts(self, session: _Session) -> Drafts:
-        """Returns the next message to a verifier, with as much of the news for it as a message can hold."""
+        """Returns the next `Drafts` for a verifier, with as many draft tokens and request numbers as a message can hold."""
         rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows], dtype=DRAFT_ROW)
         session.rows = [rows[MAX_ROWS:]] if len(rows) > MAX_ROWS else []
         rows = rows[:MAX_ROWS]
@@ -307,7 +324,7 @@ class DrafterSide:
 
 
 def _take(requests: set[int]) -> bytes:
-    """Removes as many requests as a message holds, and returns their numbers in order, as int64."""
+    """Removes up to `MAX_ROWS` numbers from `requests`, and returns them in ascending order as int64 bytes."""
     taken = sorted(requests)[:MAX_ROWS]
     requests.difference_update(taken)
     return np.array(taken, np.int64).tobytes()

@@ -6,54 +6,59 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 GOOD_OCCUPANCY = 0.8
-"""Share of request steps with drafts at hand above which the drafters are fast enough. A request step is one request in one
-engine step."""
+"""Share of request steps for which drafts arrived in time. From this share on, the drafters count as fast enough. A request
+step is one request in one engine step."""
 LARGE_WASTE = 0.5
-"""Share of useless drafts above which acceptance is the bottleneck."""
+"""Share of draft tokens that were useless. Above this share, the acceptance rate counts as the bottleneck."""
 
 
 @dataclass(frozen=True)
 class DrafterStats:
-    """Counts since an engine's start, and the current state of its drafters."""
+    """Counts about an engine's remote drafters since the engine's start, and the current state of the drafters."""
 
     num_request_steps: int = 0
     """Number of request steps, which is the number of requests summed over the engine steps that could use drafts."""
     num_supplied: int = 0
-    """Number of these request steps with a draft at hand."""
+    """Number of request steps for which at least one draft token had arrived."""
     num_at_hand: int = 0
-    """Number of draft tokens at hand in these request steps, where each step counts no more than it may verify."""
+    """Number of draft tokens that had arrived for a request step, summed over all request steps. For each, at most as many are
+    counted as the engine step may verify."""
     num_kept: int = 0
-    """Number of draft tokens that came in time and for the right text."""
+    """Number of draft tokens that arrived in time and continued the right text."""
     num_wrong: int = 0
-    """Number of kept draft tokens that were dropped because the verifier sampled another token there or before."""
+    """Number of kept draft tokens that were dropped later, because the verifier sampled another token at their position or
+    before."""
     num_late: int = 0
-    """Number of draft tokens for positions that the verifier had already sampled."""
+    """Number of draft tokens that arrived after the verifier had sampled the token at their position."""
     num_stale: int = 0
-    """Number of draft tokens for a text that is not the request's."""
+    """Number of draft tokens that continued another text than the request's."""
     host_s: float = 0.0
     """Time that the verifier's host spent on the protocol, in seconds."""
     num_drafters: int = 0
     num_ready: int = 0
     """Number of drafters that answer."""
     num_failures: int = 0
-    """Number of times that a drafter was dropped."""
+    """Number of times that a drafter was dropped because it failed."""
     num_refused: int = 0
     """Number of requests for which a drafter refused to draft."""
     draft_token_s: float = 0.0
     """Seconds that the slowest drafter takes to draft one token for each of its requests."""
     problem: str = ""
-    """Reason why the first drafter that is not ready does not answer."""
+    """Why a drafter is not ready. If several are not ready, it is the reason of the first one."""
     last_problem: str = ""
-    """Latest failure of the first drafter that ever failed, even if it answers again. If none has failed, it is the reason of
-    the latest refusal of a request."""
+    """Latest failure of the first drafter that ever failed, even if it answers again. If no drafter has failed, it is the
+    reason why a drafter last refused a request."""
 
     def since(self, before: "DrafterStats") -> "DrafterStats":
-        """Returns the counts since `before`, with the current state."""
+        """Returns these stats with the counts since `before`, which are earlier stats of the same engine."""
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS})
 
     @classmethod
     def together(cls, parts: Sequence["DrafterStats"]) -> "DrafterStats":
-        """Returns the stats of engines that share their drafters, with sums of the counts and the worst state."""
+        """Returns the stats of several engines that share their drafters.
+
+        The counts are added. Of each state, such as the number of ready drafters, the worst value is taken.
+        """
         sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         worst = {name: choose(getattr(part, name) for part in parts) for name, choose in _WORST.items()}
         words: dict[str, Any] = {
@@ -62,7 +67,7 @@ class DrafterStats:
         return cls(**sums, **worst, **words)
 
     def figures(self) -> dict[str, Any]:
-        """Returns ratios and counts by the names of docs/reference/metrics.md. A ratio without counts is None."""
+        """Returns ratios and counts by their names in docs/reference/metrics.md. A ratio without counts is None."""
         steps = self.num_request_steps
         useless = self.num_wrong + self.num_late + self.num_stale
         drafted = self.num_kept + self.num_late + self.num_stale
@@ -87,7 +92,7 @@ _COUNTS = [field.name for field in fields(DrafterStats) if field.name not in (*_
 
 
 def in_words(figures: Mapping[str, Any]) -> str:
-    """Returns `DrafterStats.figures` as a line of text."""
+    """Returns a line of text for the user that describes `figures`, which are the result of `DrafterStats.figures`."""
     if not figures["num_ready"]:
         return f"none of {figures['num_drafters']} drafters answers: {figures['problem'] or 'not yet'}"
     known = {name: figures[name] or 0.0 for name in ("occupancy", "run_ahead", "waste")}

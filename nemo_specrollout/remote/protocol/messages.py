@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages to and from drafters. They are typed and of limited size, msgspec packs them, and they cannot carry code.
+"""The messages between verifiers and remote drafters. They have types and limited sizes, and they cannot carry code.
 
-Values of many requests travel as rows of one NumPy type, packed as little-endian bytes, because neither side should loop over
-requests in Python. A session is one process of a verifier. A request is identified by its session and by a number that the
-session never uses twice.
+msgspec packs them. The values of many requests travel as rows of one NumPy type, packed as little-endian bytes, because
+neither side should loop over requests in Python. A session is one process of a verifier. A request is identified by its
+session and by a number that the session never uses twice.
 """
 
 from typing import Annotated, Any
@@ -19,17 +19,20 @@ MAX_ROWS = 1 << 16
 MAX_OPENS = 4096
 """Maximum number of requests that one `Step` opens."""
 LONGEST_TEXT_BYTES = MAX_FRAME_BYTES - (2 << 20)
-"""Bytes of the longest text with which a request may be opened. The rest of the frame is for the `Step`'s other requests."""
+"""Maximum number of bytes of the text with which a request is opened. The rest of a frame is for other requests in the
+`Step`."""
 OPENED_BYTES = 1 << 20
-"""Maximum number of bytes of texts in openings that a drafter has not read yet. Packing and signing them takes a few
-milliseconds of an engine step. The following `Step` messages open further requests."""
+"""Maximum number of bytes of opening texts on the way to a drafter. An opening text is the text with which a `Step` opens a
+request, and it is on its way until the drafter has read it. Packing and signing so many bytes takes a few milliseconds of an
+engine step. Requests beyond this limit are opened by later `Step` messages."""
 MAX_STOP_TOKENS = 1024
 NO_SESSION = 0
-"""Session of a `Refuse` whose receiver is not known, because its message could not be read. No verifier has this number."""
+"""Number of the session in a `Refuse` that answers an unreadable message, because the session of such a message is not known.
+No verifier has this number."""
 LONGEST_REASON = 1000
 """Maximum number of characters of an error's text that are sent. A `Line` may have four times as many."""
 LONGEST_TOKEN_S = 60.0
-"""Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
+"""Largest valid `Drafts.token_s`. A verifier drops a drafter that has been silent for a much shorter time."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Integer that an int64 can hold."""
@@ -46,7 +49,7 @@ COMMIT_ROW = np.dtype(
     ],
     align=True,
 )
-"""New tokens of one request."""
+"""Row of a `Step` that says by which tokens the text of one request has grown."""
 DRAFT_ROW = np.dtype(
     [
         ("owner", np.int64),  # number of the request or, inside of a drafter, of its shadow sequence
@@ -57,19 +60,19 @@ DRAFT_ROW = np.dtype(
     ],
     align=True,
 )
-"""One draft token."""
+"""Row of a message `Drafts` with one draft token."""
 
 
 class FrameError(ValueError):
-    """Raised for a frame that no peer with this protocol and our secret sends."""
+    """Raised for a frame that cannot come from a peer with the same protocol and the same secret."""
 
 
 class _Tagged(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=str.lower):
-    """Base of the messages, which carry the names of their classes."""
+    """Base class of the messages. When they are packed, they carry the names of their classes."""
 
 
 class Hello(_Tagged, frozen=True):
-    """Introduces a verifier to a drafter, and states what the draft model has to match."""
+    """Introduces a verifier to a drafter, and states the properties of the policy that the draft model has to match."""
 
     protocol: Count
     session: Count
@@ -88,7 +91,7 @@ class Welcome(_Tagged, frozen=True):
     """Random number of the drafter process, which is different after a restart."""
     max_model_len: Count
     num_shadows: Count
-    """Number of requests that the drafter can hold, of all verifiers together."""
+    """Maximum number of requests for which the drafter can draft at a time, of all verifiers together."""
 
 
 class Refuse(_Tagged, frozen=True):
@@ -107,9 +110,9 @@ class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     top_k: Count
     top_p: float
     limit: Count
-    """Longest text that the request can reach, in tokens."""
+    """Maximum number of tokens of the request's text."""
     window: Count
-    """Number of draft tokens by which the shadow sequence may be ahead of the committed text."""
+    """Maximum number of tokens that the drafter may draft beyond the tokens that the verifier has committed."""
     tokens: bytes
     """The text so far, as int32 token ids."""
 
@@ -119,14 +122,14 @@ class Step(_Tagged, frozen=True):
 
     session: Count
     number: Count
-    """Number of this message in the session, from 1 on. The answers repeat it."""
+    """Number of this message in the session, from 1 on. `Drafts.step` says up to which number the drafter has read."""
     opens: Annotated[list[Open], msgspec.Meta(max_length=MAX_OPENS)]
     closes: bytes
     """Numbers of the requests that ended, as int64."""
     commits: bytes
     """One `COMMIT_ROW` for each request that continues, with or without new tokens."""
     tokens: bytes
-    """The new tokens of all these rows, one row after another, as int32 token ids."""
+    """The new tokens of all rows in `commits`, one row after another, as int32 token ids."""
 
     @property
     def num_text_bytes(self) -> int:
@@ -150,15 +153,18 @@ class Drafts(_Tagged, frozen=True):
     drafts: bytes
     """One `DRAFT_ROW` for each draft token."""
     lacking: bytes
-    """Numbers of the requests that the verifier has to open again, as int64."""
+    """Numbers of the requests that the verifier has to open again, because the drafter does not have their texts, as int64."""
     refused: bytes
     """Numbers of the requests for which the drafter will never draft, as int64."""
     reason: Line
-    """Reason of the latest of these refusals, or empty if there is none."""
+    """Reason of the latest refusal, or empty if `refused` is empty."""
 
 
 class Publish(_Tagged, frozen=True):
-    """Asks a drafter to draft with the weights in a folder from now on. The sender is a publisher, such as `publish-draft`."""
+    """Asks a drafter to draft with the weights in a folder from now on.
+
+    The sender is called a publisher. It is, for example, the command `publish-draft`.
+    """
 
     folder: Line
     """Absolute path on the drafter's machine."""
@@ -175,14 +181,17 @@ class Published(_Tagged, frozen=True):
 
 
 def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
-    """Returns the answer to a verifier or a publisher whose messages a drafter does not accept."""
+    """Returns the message with which a drafter refuses `message`, for the given reason.
+
+    `message` came from a verifier or a publisher.
+    """
     if isinstance(message, Publish):
         return Published(message.version, reason)
     return Refuse(getattr(message, "session", NO_SESSION), reason)
 
 
 def as_line(text: object) -> str:
-    """Returns a text as a `Line`, which is a single line of limited length with characters that a message can carry."""
+    """Returns a text as a single line of at most `LONGEST_REASON` characters, all of which a message can carry."""
     return " ".join(str(text).split()).encode(errors="replace").decode()[:LONGEST_REASON]
 
 
@@ -192,7 +201,10 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(frame: bytes) -> Message:
-    """Returns the message in `frame`. Raises FrameError for anything else, such as oversized frames or ragged rows."""
+    """Returns the message in `frame`.
+
+    Raises FrameError if there is none, if the frame is too large, if a row is incomplete, or if a number is out of range.
+    """
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     try:
@@ -214,7 +226,7 @@ def decode(frame: bytes) -> Message:
 
 
 def _check_rows(*parts: tuple[bytes, Any]) -> None:
-    """Raises FrameError unless each part has whole rows of its type, and not too many."""
+    """Raises FrameError unless each part consists of complete rows of its type, and of at most `MAX_ROWS`."""
     for data, type_ in parts:
         num_rows, rest = divmod(len(data), np.dtype(type_).itemsize)
         if rest or num_rows > MAX_ROWS:
@@ -222,5 +234,8 @@ def _check_rows(*parts: tuple[bytes, Any]) -> None:
 
 
 def column(data: bytes, dtype: Any) -> np.ndarray:
-    """Returns the rows or numbers in `data` as an array. It is writable, because compiled kernels accept no other."""
+    """Returns the rows or numbers in `data` as an array of type `dtype`.
+
+    The array is a writable copy, because compiled kernels accept no other.
+    """
     return np.frombuffer(data, dtype).copy()

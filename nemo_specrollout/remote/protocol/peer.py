@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verifier's view of one drafter, which says when to greet it, how long it may be silent, and what it has read.
 
-No state lasts forever, because a drafter that failed, does not answer or does not fit is greeted again after a pause.
+To greet a drafter means to send it a `Hello`. A drafter that failed, does not answer or does not fit is greeted again after a
+pause, so no state lasts forever.
 """
 
 from collections import deque
@@ -11,16 +12,18 @@ from enum import Enum
 from nemo_specrollout.remote.protocol.messages import Drafts, Welcome
 
 ANSWER_DEADLINE_S = 2.0
-"""Longest silence in seconds of a drafter that owes an answer. After failures it is longer (`Peer.patience_s`)."""
+"""Maximum time in seconds for which a drafter may leave a message unanswered. After failures it may take longer
+(`Peer.patience_s`)."""
 FLOOD_FACTOR = 4
-"""Factor by which a drafter may exceed the draft tokens that it was asked for, before it is dropped."""
+"""Multiple of the draft tokens that a drafter was asked for. A drafter that sends more than this multiple plus
+`FLOOD_ALLOWANCE` is dropped."""
 FLOOD_ALLOWANCE = 4096
-"""Number of draft tokens beyond that limit which are still accepted."""
+"""Number of draft tokens that a drafter may send in addition to `FLOOD_FACTOR` times the number that it was asked for."""
 FIRST_PAUSE_S = 0.5
 """Seconds before a drafter that failed is greeted again. The pause doubles with each failure."""
 LONGEST_PAUSE_S = 30.0
-"""Longest of these pauses, and the pause after a refusal. A drafter that was ready for longer than this before it failed
-begins with the first pause again."""
+"""Maximum pause in seconds before a drafter that failed is greeted again. A drafter that does not fit always gets this pause.
+If a drafter was ready for longer than this before it failed, its pauses begin with `FIRST_PAUSE_S` again."""
 
 
 class PeerState(Enum):
@@ -40,16 +43,16 @@ class Peer:
     reason: str = ""
     """Reason why the drafter is not ready. Empty if it is ready, or was not tried yet."""
     last_problem: str = ""
-    """Reason of its latest failure or refusal, even if it is ready again."""
+    """Reason of the drafter's latest failure or refusal, even if it is ready again."""
     # Its latest answers (see `Welcome` and `Drafts`).
     drafter: int = 0
     max_model_len: int = 0
     num_shadows: int = 0
     token_s: float = 0.0
     num_open_there: int = 0
-    """Number of requests of all verifiers that it held when it answered last."""
+    """Number of requests of all verifiers that the drafter had when it answered last."""
     resume_at_s: float = 0.0
-    """Time at which it is greeted next, or at which a greeting counts as unanswered."""
+    """Time at which the drafter is greeted next, or at which the last greeting counts as unanswered."""
     pause_s: float = FIRST_PAUSE_S
     ready_s: float = 0.0  # Time at which it became ready.
     waiting_since_s: float | None = None  # Time of the first `Step` that it has not answered.
@@ -64,7 +67,10 @@ class Peer:
 
     @property
     def patience_s(self) -> float:
-        """Longest time for which it may owe an answer. It grows with failures, because a drafter may just be slow."""
+        """Maximum time in seconds for which the drafter may leave a message unanswered.
+
+        It grows with failures, because a drafter that seems to fail may just be slow.
+        """
         return max(ANSWER_DEADLINE_S, self.pause_s)
 
     @property
@@ -72,7 +78,7 @@ class Peer:
         return sum(num_bytes for _, num_bytes in self.unread)
 
     def greets(self, now_s: float) -> bool:
-        """Returns whether to greet the drafter now, and notes the greeting."""
+        """Returns whether to greet the drafter now, and if so, notes the greeting."""
         if self.state is PeerState.READY or now_s < self.resume_at_s:
             return False
         if self.state is PeerState.GREETED:
@@ -93,7 +99,7 @@ class Peer:
         self.num_shadows = message.num_shadows
 
     def fail(self, reason: str, now_s: float) -> None:
-        """Marks the drafter as failed, to be greeted again after a pause."""
+        """Marks the drafter as failed, so that it is greeted again after a pause."""
         if self.state is PeerState.READY and now_s - self.ready_s > LONGEST_PAUSE_S:
             self.pause_s = FIRST_PAUSE_S  # a few good frames before the next bad one are not enough
         self.state = PeerState.AWAY
@@ -103,13 +109,13 @@ class Peer:
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def refuse(self, reason: str, now_s: float) -> None:
-        """Marks the drafter as one that does not fit, to be greeted again after the longest pause."""
+        """Marks the drafter as one that does not fit, so that it is greeted again after the longest pause."""
         self.state = PeerState.REFUSED
         self.reason = self.last_problem = reason
         self.resume_at_s = now_s + LONGEST_PAUSE_S
 
     def note_step(self, num_requests: int, now_s: float) -> bool:
-        """Notes that the drafter is sent a `Step`, while it has `num_requests` of our requests.
+        """Notes that a `Step` is sent to the drafter, which has `num_requests` requests of this verifier.
 
         Returns whether the answer to an earlier `Step` is overdue.
         """
@@ -120,12 +126,15 @@ class Peer:
         return now_s - self.waiting_since_s > self.patience_s
 
     def is_flooding(self, num_rows: int, most_ahead: int) -> bool:
-        """Counts `num_rows` more draft tokens, and returns whether the drafter sent far more than it was asked for."""
+        """Counts `num_rows` more draft tokens, and returns whether the drafter has sent far more than it was asked for.
+
+        `most_ahead` is the maximum number of tokens that it may draft beyond a request's text.
+        """
         self.num_rows += num_rows
         return self.num_rows > FLOOD_FACTOR * most_ahead * self.num_asked + FLOOD_ALLOWANCE
 
     def note_answer(self, drafts: Drafts) -> bool:
-        """Notes the figures of an answer, and returns whether an earlier message of the drafter was lost."""
+        """Notes what `drafts` says about the drafter, and returns whether an earlier message of the drafter was lost."""
         self.waiting_since_s = None
         has_lost = drafts.number > self.last_number + 1
         self.last_number = max(self.last_number, drafts.number)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives running drafters new weights. It is the only part of the protocol that waits, because a user waits for the answers."""
+"""Gives new weights to running drafters.
+
+It is the only part of the protocol that waits for answers, because a user's command waits for its result.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +11,7 @@ from nemo_specrollout.remote.protocol.messages import FrameError, Publish, Publi
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 
 ANSWERS_WITHIN_S = 120.0
-"""Longest time in seconds from the request to the last answer. Drafters read their weights from disk in that time."""
+"""Maximum time in seconds until all drafters must have answered. They read the new weights from disk before they answer."""
 
 
 def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) -> dict[str, str]:
@@ -20,7 +23,8 @@ def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) 
         folder: Absolute path of a checkpoint, which each drafter opens on its own machine.
         version: Number of the weights, at least 0 and below 2^63.
 
-    Returns by address the reasons why drafters keep their old weights. The result is empty if all use the new ones.
+    Returns the address of each drafter that keeps its old weights, with the reason. The result is empty if all drafters use
+    the new weights.
     """
     sockets = {address: VerifierSocket(address, secret) for address in addresses}
     try:
@@ -35,7 +39,7 @@ def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) 
 
 
 def _error_of(socket: VerifierSocket, version: int, deadline_s: float) -> str:
-    """Waits for the answer of one drafter, and returns its error, which is empty after a success."""
+    """Waits for the answer of one drafter. Returns why it keeps its old weights, or "" if it uses the new ones."""
     while (left_s := deadline_s - time.monotonic()) > 0:
         socket.wait(left_s)
         try:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's shadow sequences, each with the committed text of a verifier's request and the tokens drafted beyond it.
+"""The shadow sequences of a drafter, each of which is a copy of a verifier's request, with draft tokens at its end.
+
+The tokens that the verifier has sampled are called the committed text. The draft tokens follow the committed text.
 
 Shapes: N rows of a message, M shadow sequences in an engine step.
 """
@@ -11,13 +13,14 @@ from nemo_specrollout.remote.protocol.draft_buffers import RINGS, new_rings, put
 from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 
 Correction = tuple[int, int, list[int]]
-"""Number of a shadow sequence, the number of tokens that it keeps, and the tokens that follow these."""
+"""Correction of a shadow sequence. It has the number of the sequence, the number of tokens at its beginning that stay, and the
+tokens that follow them from now on."""
 UNCHANGED = -1
-"""Outcome of a commit whose tokens the shadow sequence already has, so that nothing has to be corrected."""
+"""Outcome of a commit whose tokens the shadow sequence has drafted already, so that nothing has to be corrected."""
 LACKING = -2
-"""Outcome of a commit that does not continue the shadow sequence's text, so that the request has to be opened again."""
+"""Outcome of a commit that does not continue the text of the shadow sequence, so that the request has to be opened again."""
 NOT_STOPPED = -1
-"""Value of `stopped` in a shadow sequence whose drafts do not end the text."""
+"""Value of `stopped` for a shadow sequence that has drafted no stop token."""
 
 _SHADOW = np.dtype(
     [
@@ -35,7 +38,7 @@ _DRAFTS = from_dtype(DRAFT_ROW)[::1]
 
 
 class ShadowSequences:
-    """Owns what the protocol knows about each shadow sequence, while the engine owns the full texts and their KV cache."""
+    """Owns the lengths, limits and latest tokens of all shadow sequences. The engine has their full texts and the KV cache."""
 
     def __init__(self, num_shadows: int, most_ahead: int) -> None:
         self.state = np.zeros(num_shadows, _SHADOW)
@@ -44,7 +47,7 @@ class ShadowSequences:
         self._most_ahead = most_ahead
 
     def open(self, shadow: int, seed: int, text: np.ndarray, limit: int, window: int) -> None:
-        """Starts a shadow sequence for a request with this seed. Its int32 `text` is committed.
+        """Starts the shadow sequence of a request with this seed and this int32 `text`, all of which is committed.
 
         `limit` is the maximum number of tokens of the sequence. `window` is the maximum number of draft tokens beyond the
         committed text, until a commit changes it.
@@ -59,9 +62,11 @@ class ShadowSequences:
     def commit(
         self, shadows_N: np.ndarray, rows_N: np.ndarray, tokens: np.ndarray
     ) -> tuple[list[Correction], np.ndarray]:
-        """Applies the commits of a `Step`, `COMMIT_ROW` [N]. In `shadows_N`, -1 stands for an unknown request.
+        """Adds the tokens that a verifier has sampled to the committed texts, and drops draft tokens that differ from them.
 
-        Returns corrections for the engine, and which rows belong to requests that have to be opened again, bool [N].
+        `rows_N` are the commits of a `Step`, `COMMIT_ROW` [N], and `tokens` are the new tokens of all rows. `shadows_N` has
+        the number of each row's shadow sequence, or -1 for an unknown request. Returns the corrections for the engine, and
+        which rows belong to requests that have to be opened again, bool [N].
         """
         kept_N = np.empty(len(shadows_N), np.int64)
         _commit(shadows_N, rows_N, tokens, self.state, self.rings, self._most_ahead, kept_N)
@@ -74,7 +79,10 @@ class ShadowSequences:
         return corrections, kept_N == LACKING
 
     def ready_to_draft(self) -> np.ndarray:
-        """Returns the shadows that may draft, int64 [M], starting with those that have the fewest drafts ahead."""
+        """Returns the numbers of the shadow sequences that may draft now, int64 [M].
+
+        Those with the fewest draft tokens come first.
+        """
         state = self.state
         ahead = state["end"] - state["committed"]
         may_draft = ahead < state["window"]
@@ -83,9 +91,9 @@ class ShadowSequences:
         return shadows_M[np.argsort(ahead[shadows_M], kind="stable")]
 
     def append(self, rows_M: np.ndarray, stop_token_ids: np.ndarray) -> None:
-        """Appends the engine's draft tokens, `DRAFT_ROW` [M], and fills in their prefix hashes.
+        """Appends the tokens that the engine has drafted, `DRAFT_ROW` [M], and fills in their prefix hashes.
 
-        A shadow sequence that drafted one of `stop_token_ids` drafts no more until it is corrected.
+        After one of `stop_token_ids`, a shadow sequence does not draft again until it is corrected.
         """
         _append(rows_M, self.state, self.rings)
         stops = rows_M[np.isin(rows_M["token"], stop_token_ids)]
@@ -94,9 +102,9 @@ class ShadowSequences:
 
 @njit(void(int64[:], _COMMITS, int32[:], _SHADOWS, RINGS, int64, int64[:]), cache=True)
 def _commit(shadows_N, rows_N, tokens, states, rings, most_ahead, kept_N):  # type: ignore[no-untyped-def]
-    """Writes to `kept_N` the outcome of each row for its shadow sequence.
+    """Applies each commit to its shadow sequence, and writes the outcome to `kept_N`.
 
-    The outcome is the number of tokens that the sequence keeps before it is corrected, or `UNCHANGED`, or `LACKING`.
+    The outcome is `UNCHANGED`, `LACKING`, or the number of tokens at the beginning that stay when the sequence is corrected.
     """
     size = rings.shape[1]
     stop = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over ZeroMQ, with a ROUTER socket in each drafter, and in each verifier a DEALER socket for each drafter.
+"""Transport of messages over ZeroMQ. A drafter has one ROUTER socket, and a verifier has a DEALER socket for each drafter.
 
-Each frame carries a keyed hash of its content and direction. No call but `wait` blocks. A drafter answers each message that it
-refuses with the reason, so that the verifier can report it.
+Each frame carries a keyed hash of its content and its direction, so that only processes with the same secret can talk. No call
+except `wait` blocks. If a drafter refuses a message, it answers with the reason, so that the verifier can report it.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ _MAC_BYTES = 16
 _QUEUED_FRAMES = 4096
 _FROM_DRAFTER, _FROM_VERIFIER = b"from drafter", b"from verifier"
 _OTHER_SECRET = b"other secret"
-"""Frame that a drafter sends to a verifier with another secret, which could not verify a signed answer. It is too short to be
-mistaken for a signed frame."""
+"""Frame that a drafter sends to a verifier with another secret. Such a verifier could not verify a signed answer. The frame is
+too short to be mistaken for a signed one."""
 _SAME_SECRET = "set NEMO_SPECROLLOUT_SECRET to the same value on both ends"
 
 
 class OtherSecretError(FrameError):
-    """Raised for a frame that was signed with another secret than ours, or that is no frame of this protocol at all."""
+    """Raised for a frame that was signed with another secret than ours, or that is not a frame of this protocol."""
 
 
 def _seal(payload: bytes, secret: bytes, sender: bytes) -> bytes:
@@ -53,7 +53,7 @@ def _unseal(frame: bytes, secret: bytes, sender: bytes) -> bytes:
 
 
 class _BoundedSocket:
-    """Owns a ZeroMQ socket with limits on what it queues."""
+    """Owns a ZeroMQ socket with limits on the number and the size of queued frames."""
 
     def __init__(self, kind: int, secret: bytes, address: str) -> None:
         self._secret = secret
@@ -75,12 +75,12 @@ class _BoundedSocket:
 
 
 class DrafterSocket(_BoundedSocket):
-    """The drafter's end, which identifies each verifier by its routing id."""
+    """The socket of a drafter, to which all verifiers connect. A verifier is identified by its ZeroMQ routing id."""
 
     def __init__(self, address: str, secret: bytes, allowed: Sequence[str] = ()) -> None:
         """Binds to `address`, where port 0 means any free port. Raises ConfigError if that fails.
 
-        Only messages of `allowed` hosts are read, or of all hosts if it is empty.
+        Only messages from the hosts in `allowed` are accepted, or from all hosts if `allowed` is empty.
         """
         self._allowed = AllowedHosts(allowed)
         super().__init__(zmq.ROUTER, secret, address)
@@ -92,12 +92,15 @@ class DrafterSocket(_BoundedSocket):
             raise ConfigError(f"{address}: cannot listen there: {error}; name a free port of this machine") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
-        """Number of messages that were refused, plus answers that did not reach their verifier."""
+        """Number of refused messages, plus the number of answers that did not reach their verifier."""
         self.refusal = ""
-        """Reason of the latest of these refusals."""
+        """Why the latest message was refused, or why the latest lost answer did not reach its verifier."""
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """Yields the messages that have arrived, each with its sender, and answers those that it refuses."""
+        """Yields the messages that have arrived, each with its sender's routing id, without waiting.
+
+        Messages that are refused are answered with the reason and not yielded.
+        """
         for _ in range(MAX_FRAMES):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -124,7 +127,7 @@ class DrafterSocket(_BoundedSocket):
             yield sender, message
 
     def send(self, peer: Hashable, message: Message) -> None:
-        """Sends a message, or drops it if the peer does not accept it."""
+        """Sends a message to the verifier with the routing id `peer`, or drops it if the verifier does not take it."""
         assert isinstance(peer, bytes)
         payload = encode(message)
         if len(payload) > MAX_FRAME_BYTES:
@@ -153,7 +156,7 @@ class VerifierSocket(_BoundedSocket):
     """A verifier's end of the connection to one drafter."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        """Connects in the background. Raises ConfigError if there can be no connection to `address`."""
+        """Starts to connect to `address` in the background. Raises ConfigError if `address` is not valid."""
         super().__init__(zmq.DEALER, secret, address)
         try:
             self._socket.connect(address)
@@ -162,7 +165,10 @@ class VerifierSocket(_BoundedSocket):
             raise ConfigError(f"{address}: cannot be connected to: {error}; name the address of a drafter") from None
 
     def receive(self) -> Iterator[Message]:
-        """Yields the messages that have arrived. Raises FrameError for a frame that no drafter with our secret sends."""
+        """Yields the messages that have arrived, without waiting.
+
+        Raises FrameError for a frame that has another secret or is not of this protocol.
+        """
         for _ in range(MAX_FRAMES):
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -173,7 +179,7 @@ class VerifierSocket(_BoundedSocket):
             yield decode(_unseal(frame, self._secret, _FROM_DRAFTER))
 
     def send(self, message: Message) -> str:
-        """Sends a message. Returns why it was dropped, or "" if it will be sent."""
+        """Sends a message to the drafter without waiting. Returns "" if it will be sent, or else why it was dropped."""
         payload = encode(message)
         if len(payload) > MAX_FRAME_BYTES:
             return _too_large(payload)

@@ -32,8 +32,8 @@ from nemo_specrollout.remote.protocol.messages import (
 from nemo_specrollout.remote.protocol.peer import FIRST_PAUSE_S, Peer, PeerState
 
 HEARTBEAT_S = 0.2
-"""Seconds after which even a drafter that has none of this verifier's requests gets a message, because its answer shows that
-it lives, and how full it is."""
+"""Seconds after which a drafter gets a message even if it has none of this verifier's requests. Its answer shows that it is
+alive and how many requests it has."""
 NO_DRAFTER = -1
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """Properties of the policy that a draft model must fit (see `Hello`)."""
+    """Properties of the policy that a draft model must match (see `Hello`)."""
 
     vocab_size: int
     tokenizer: str = ""
@@ -51,7 +51,7 @@ class PolicyModel:
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """A request of the verifier's engine, with the slot that it takes."""
+    """A request of the verifier's engine, with its slot in the engine."""
 
     slot: int
     seed: int
@@ -59,15 +59,15 @@ class StreamRequest:
     top_k: int
     top_p: float
     limit: int
-    """Longest text in tokens. A request whose text is already that long gets no remote drafts."""
+    """Maximum number of tokens of the text. A request whose text has reached this length gets no remote drafts."""
     token_ids: Sequence[int] = ()
 
 
 class VerifierSide:
-    """Owns the request slots, their draft buffers, and the state of each drafter.
+    """The verifier's part of the protocol. Owns the request slots, their draft buffers, and the state of each drafter.
 
-    Call `follow` with the texts whenever they have grown, and send what it returns. Pass all messages that arrive to
-    `receive`. Then `buffers` holds the draft tokens at hand.
+    Call `follow` with the texts of all requests whenever they have grown, and send the messages that it returns. Pass all
+    messages that arrive to `receive`. The draft tokens that have arrived are then in `buffers`.
     """
 
     def __init__(self, session: int, num_slots: int, num_drafters: int, most_ahead: int, model: PolicyModel) -> None:
@@ -78,7 +78,7 @@ class VerifierSide:
         self.num_refused = 0
         """Number of requests for which a drafter refused to draft."""
         self.refusal = ""
-        """Reason of the latest of these refusals."""
+        """Why a drafter refused to draft for a request. It is the reason of the latest refusal."""
         stop_token_ids = [token for token in model.stop_token_ids if 0 <= token < model.vocab_size]
         self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, stop_token_ids[:MAX_STOP_TOKENS])
         self._opened: dict[int, StreamRequest] = {}
@@ -102,7 +102,7 @@ class VerifierSide:
         self._is_refused_SD[slot] = False
 
     def close(self, slot: int) -> None:
-        """Frees `slot`, whose request ended or was preempted."""
+        """Frees `slot`, because its request has ended or was preempted."""
         drafter = int(self._drafter_of[slot])
         if drafter != NO_DRAFTER:
             self._closes[drafter].append(int(self._requests[slot]))
@@ -110,16 +110,16 @@ class VerifierSide:
         self._requests[slot] = NO_REQUEST
 
     def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> list[tuple[int, Message]]:
-        """Reads the current texts, and returns the messages to send, each with the index of its drafter.
+        """Reads the current texts, and returns the messages to send, each with the number of its drafter.
 
         Args:
             token_ids_SL: Text of the request in each slot, int32.
             lengths_S: Length of each text in tokens, int64.
             now_s: Time of the verifier's clock, in seconds.
 
-        Returns a greeting for each drafter that is away and whose pause is over, and a `Step` for each ready drafter that has
-        requests of ours (including ones that have just ended) or has got no message for `HEARTBEAT_S`. All messages together
-        open requests with at most `OPENED_BYTES` of text, or a single request with a longer text.
+        A drafter that is not ready gets a `Hello`, once its pause is over. A ready drafter gets a `Step` if it has requests of
+        this verifier, if one of them has just ended, or if it has got no message for `HEARTBEAT_S`. All messages together open
+        requests with at most `OPENED_BYTES` of text, or one request with a longer text.
         """
         messages: list[tuple[int, Message]] = [
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
@@ -139,7 +139,10 @@ class VerifierSide:
         return messages
 
     def receive(self, drafter: int, message: Message, now_s: float) -> None:
-        """Handles a message of a drafter. Messages that a drafter should not send, or not in its state, are ignored."""
+        """Handles a message from the drafter with number `drafter`.
+
+        A message is ignored if drafters never send it, or if it does not fit the drafter's current state.
+        """
         peer = self.peers[drafter]
         if isinstance(message, Welcome | Drafts) and message.session != self.session:
             return
@@ -155,15 +158,19 @@ class VerifierSide:
             self._take_drafts(drafter, message, now_s)
 
     def fail(self, drafter: int, reason: str, now_s: float) -> None:
-        """Marks a drafter as failed, because it cannot be reached or breaks the protocol. Its requests wait for another."""
+        """Marks a drafter as failed, because it cannot be reached or violates the protocol.
+
+        Its requests wait for another drafter.
+        """
         if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
             self._take_all_back(drafter)
             self.peers[drafter].fail(reason, now_s)
 
     def move(self, drafter: int, why_unreachable: str = "") -> None:
-        """Notes that a drafter has a new address, at which it counts as one that never failed.
+        """Notes that a drafter has a new address. Failures at the old address no longer delay the next `Hello`.
 
-        With a reason in `why_unreachable` it has no address, and is not contacted until it moves again.
+        If `why_unreachable` is given, the drafter has no address for this reason, and it is not contacted until the next
+        `move`.
         """
         self._take_all_back(drafter)
         peer = self.peers[drafter]
@@ -176,13 +183,16 @@ class VerifierSide:
         return np.flatnonzero(self._drafter_of == drafter)
 
     def _in_turn(self) -> list[int]:
-        """Returns the order in which drafters get messages, which begins with another one each time."""
+        """Returns the numbers of all drafters in the order in which they get messages.
+
+        Each call begins with the next drafter, so that none is always the last.
+        """
         first = self._first
         self._first = (first + 1) % max(1, len(self.peers))
         return [*range(first, len(self.peers)), *range(first)]
 
     def _take_welcome(self, drafter: int, message: Welcome, now_s: float) -> None:
-        """Takes a drafter into service, unless another address already leads to the same one."""
+        """Marks a drafter as ready after its `Welcome`, unless another address already leads to the same process."""
         for other, peer in enumerate(self.peers):
             if other != drafter and peer.state is PeerState.READY and peer.drafter == message.drafter:
                 self.peers[drafter].refuse(f"is the same process as drafter {other}; write its address once", now_s)
@@ -192,13 +202,13 @@ class VerifierSide:
         self.peers[drafter].welcome(message, now_s)
 
     def _take_back(self, slots: np.ndarray) -> None:
-        """Takes the requests in `slots` away from their drafters. Their next drafters get the whole texts."""
+        """Takes the requests in `slots` away from their drafters. The next drafter of each request gets its whole text."""
         self._drafter_of[slots] = NO_DRAFTER
         self._is_told[slots] = False
         self.buffers.close(slots)
 
     def _take_all_back(self, drafter: int) -> None:
-        """Takes all requests away from a drafter, whose answers are no longer waited for."""
+        """Takes all requests away from a drafter, and no longer expects an answer from it."""
         self._take_back(self.slots_of(drafter))
         self._closes[drafter] = []
         peer = self.peers[drafter]
@@ -206,10 +216,10 @@ class VerifierSide:
         peer.waiting_since_s = None
 
     def _assign(self, lengths_S: np.ndarray) -> None:
-        """Assigns each request without a drafter to the least loaded one that is ready and has room for it.
+        """Assigns each request without a drafter to the ready drafter that has the smallest load and enough room for it.
 
-        The load of a drafter is the number of our requests there, or the number of all verifiers' requests that it reported
-        last if that is larger.
+        The load of a drafter is the number of requests that it has from this verifier. If the drafter has reported a larger
+        number for all verifiers together, that number is used instead.
         """
         waiting = np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist()
         if not waiting:
@@ -239,7 +249,10 @@ class VerifierSide:
                 del with_room[drafter]
 
     def _fits(self, drafter: int, length: int) -> bool:
-        """Returns whether a text of `length` tokens can be opened at a drafter. Warns once if no message can hold a text."""
+        """Returns whether a drafter can draft for a request whose text has `length` tokens.
+
+        The first time that a text is too long for any message, it logs a warning.
+        """
         if length * TOKEN_BYTES <= LONGEST_TEXT_BYTES:
             return length < self.peers[drafter].max_model_len
         if not self._has_told_of_a_long_text:
@@ -255,10 +268,11 @@ class VerifierSide:
     def _step(
         self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> Step:
-        """Returns the next `Step` for a drafter, with commits of the requests that it knows and openings of some others.
+        """Returns the next `Step` for a drafter, which commits new tokens of requests that it knows and opens other requests.
 
-        The openings take at most `room` bytes of text. Together with the openings that the drafter has not read yet, they take
-        at most `OPENED_BYTES`. The oldest requests come first, because they are the most likely to end last.
+        `slots_b` are the slots of all requests that are assigned to the drafter. The opened texts take at most `room` bytes.
+        Together with opened texts that the drafter has not read yet, they take at most `OPENED_BYTES`. The oldest requests are
+        opened first, because they are the most likely to end last.
         """
         peer = self.peers[drafter]
         peer.num_steps += 1
@@ -278,7 +292,7 @@ class VerifierSide:
     def _openings(
         self, drafter: int, slots: Sequence[int], token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> list[Open]:
-        """Returns openings of as many of these slots as there is room for. The others wait for the next `Step`.
+        """Returns messages that open as many of the requests in `slots` as there is room for. A later `Step` opens the others.
 
         A text that is longer than `OPENED_BYTES` is opened alone. If a text has become too long for the drafter since its
         request was assigned, the request is taken away from the drafter.
@@ -327,9 +341,9 @@ class VerifierSide:
             self.refusal = drafts.reason
 
     def _slots_named(self, drafter: int, drafts: Drafts, requests: bytes) -> list[int]:
-        """Returns the slots of the drafter's requests among `requests`, which are int64 numbers as bytes.
+        """Returns the slots of those requests in `requests` that the drafter has. `requests` are int64 numbers as bytes.
 
-        A request is left out if it was opened by a `Step` that the drafter had not yet read when it named the request.
+        A request is left out if it was opened by a `Step` that the drafter had not yet read when it sent `drafts`.
         """
         slots = []
         for request in column(requests, np.int64).tolist():

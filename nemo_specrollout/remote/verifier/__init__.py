@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier side of remote drafters, which connects to them and reads their draft stream."""
+"""The part of remote drafting that runs in the policy's engine. It connects to the drafters and reads their draft tokens."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remote drafters of an engine as a single drafter, which proposes what they have sent so far and never waits.
+"""The remote drafters of an engine as a single drafter, which proposes the tokens that have arrived and never waits.
 
-The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other. A row
-is usually outdated when it is read. It holds draft tokens, and the length that the text had when they were drafted (the base).
-A kernel compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the other
-draft tokens are the proposal. A half-written row leads to nothing worse than a wrong draft.
+The draft stream is a table of draft buffers, with a row for each request slot. The host writes it and the device reads it,
+without waiting for each other. A row has draft tokens, and its base, which is the length of the text for which they were
+drafted. When the device reads a row, the text has usually grown beyond the base. So a kernel compares the first draft tokens
+with the tokens that the device has sampled since the base. If they are equal, the rest of the draft tokens is the proposal. If
+the device reads a row that is written in part, the worst outcome is a wrong draft token.
 
 Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W tokens for which a row has room,
 X = 2 + 2 W columns of the table (base, count, tokens, evidence levels).
@@ -33,19 +34,23 @@ NOWHERE = ""
 
 
 class DraftStream:
-    """Owns the table, where the host writes `table_SX` at any time, and `propose` reads it on the device."""
+    """Owns the table of draft tokens. The host writes `table_SX` at any time, and `propose` reads it on the device."""
 
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
-        """`on_device` returns the int32 table as the device reads it, which is the same memory, or a copy begun then."""
+        """Clears the table. `on_device` returns it as an int32 tensor on the device.
+
+        The tensor is either the same memory, or a copy that begins with the call of `on_device`.
+        """
         self.table_SX = table_SX
         self._on_device = on_device
         table_SX[:] = 0
         self.counts_3 = torch.zeros(3, dtype=torch.int64, device=on_device().device)
-        """Counts on the device of request steps, of request steps with drafts, and of draft tokens at hand in these."""
+        """Number of request steps, of request steps with draft tokens, and of draft tokens in all of them, int64 [3] on the
+        device. A request step is one request in one engine step."""
 
     @staticmethod
     def columns(most_ahead: int) -> int:
-        """Returns the number of columns of a table with up to `most_ahead` tokens in a row."""
+        """Returns the number of columns of a table with room for `most_ahead` draft tokens in a row."""
         return TOKENS + 2 * most_ahead
 
     @property
@@ -53,15 +58,16 @@ class DraftStream:
         return (self.table_SX.shape[1] - TOKENS) // 2
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
-        """Writes up to K draft tokens of each request. A row without a request gets none."""
+        """Writes up to K draft tokens of each request of the batch to `proposals`, or none for a row without a request."""
         kernels = kernels_for(texts.slots_B.device.type, KernelModule.DRAFT_STREAM)
         kernels.align(*texts, self._on_device(), *proposals, self.counts_3)
 
 
 class RemoteDrafter:
-    """Owns a socket to each drafter, the requests' texts as the host knows them, and the draft stream.
+    """Proposes what the remote drafters of an engine have sent. Owns a socket to each drafter, and the draft stream.
 
-    Tokens may reach the host in another thread than the engine's, so a lock guards all of the host's work, which is short.
+    It also owns the requests' texts as the host knows them. Tokens may reach the host in another thread than the engine's, so
+    a lock guards all of the host's work, which is short.
     """
 
     name = "remote"
@@ -69,7 +75,10 @@ class RemoteDrafter:
     def __init__(
         self, addresses: Sequence[str], secret: bytes, max_model_len: int, model: PolicyModel, stream: DraftStream
     ) -> None:
-        """Opens no connection before the first request. `stream` determines the numbers of slots and draft tokens."""
+        """Prepares to talk to the drafters at `addresses`. No connection is opened before the first request.
+
+        The shape of `stream` determines the number of slots and the number of draft tokens.
+        """
         self.stream = stream
         num_slots = len(stream.table_SX)
         num_drafters = len(addresses)
@@ -97,7 +106,10 @@ class RemoteDrafter:
                     self.side.move(drafter, "" if address else "not placed yet")
 
     def open(self, requests: Sequence[StreamRequest]) -> None:
-        """Assigns slots to requests, so that the drafters read their texts while the engine does."""
+        """Adds requests that have just taken slots, and sends them to the drafters.
+
+        So the drafters read the prompts while the engine does the same.
+        """
         with self._lock:
             for r in requests:
                 self._vacate(r.slot)
@@ -109,13 +121,13 @@ class RemoteDrafter:
             self._exchange()
 
     def close(self, slots: Sequence[int]) -> None:
-        """Frees `slots`, whose requests ended or were preempted."""
+        """Removes the requests in `slots`, because they have ended or were preempted."""
         with self._lock:
             for slot in slots:
                 self._vacate(slot)
 
     def token_callback(self, slots_B: np.ndarray) -> Callable[[Sequence[Sequence[int]]], None]:
-        """Returns a function to call, in any thread, with the tokens of this engine step once they are on the host."""
+        """Returns a function to call with the tokens of this engine step once they are on the host. Any thread may call it."""
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
@@ -126,7 +138,7 @@ class RemoteDrafter:
         self.stream.propose(texts, proposals)
 
     def stats(self) -> DrafterStats:
-        """Returns the drafter stats since the start. The call waits for the device."""
+        """Returns the statistics of the remote drafters since the engine's start. The call waits for the device."""
         num_request_steps, num_supplied, num_at_hand = self.stream.counts_3.tolist()
         with self._lock:
             peers = self.side.peers
@@ -156,7 +168,10 @@ class RemoteDrafter:
             self.side.close(slot)
 
     def _committed(self, slots: list[int], tenures: list[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Appends an engine step's tokens to the texts, except of requests that have left their slots or get no drafts."""
+        """Appends the tokens of an engine step to the requests' texts on the host, and exchanges messages with the drafters.
+
+        Tokens are ignored if their request has left its slot meanwhile, or if it gets no remote drafts.
+        """
         longest = self._token_ids_SL.shape[1]
         with self._lock:
             for slot, tenure, new in zip(slots, tenures, token_ids, strict=True):
@@ -168,7 +183,7 @@ class RemoteDrafter:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Reads the messages that have arrived, and sends what the drafters do not know yet."""
+        """Reads the messages that have arrived, and sends to the drafters which tokens and requests are new."""
         now_s = self._receive()
         for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
             reason = self._send(drafter, message)
@@ -181,7 +196,7 @@ class RemoteDrafter:
         self._host_s += time.monotonic() - now_s
 
     def _send(self, drafter: int, message: Message) -> str:
-        """Sends a message, over a new connection if there is none. Returns why it was dropped, or "" if it was not."""
+        """Sends a message, and connects to the drafter first if necessary. Returns why it was dropped, or "" if it was not."""
         socket = self._sockets[drafter]
         if socket is None:
             try:
@@ -191,7 +206,7 @@ class RemoteDrafter:
         return socket.send(message)
 
     def _receive(self) -> float:
-        """Reads the messages that have arrived, and returns the time at which it began."""
+        """Reads the messages that have arrived, and returns the time at which reading began."""
         now_s = time.monotonic()
         for drafter, socket in enumerate(self._sockets):
             try:
@@ -202,7 +217,7 @@ class RemoteDrafter:
         return now_s
 
     def _hang_up(self, drafter: int) -> None:
-        """Closes a drafter's socket and drops the frames in it."""
+        """Closes the socket to a drafter, and drops the frames in it."""
         socket = self._sockets[drafter]
         self._sockets[drafter] = None
         if socket is not None:

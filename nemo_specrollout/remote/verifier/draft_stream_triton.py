@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `draft_stream.py` for a GPU, with one program for each request."""
+"""The GPU kernel of `draft_stream.py`, which computes the proposals of remote drafters, with one program per request."""
 
 import torch
 import triton
@@ -52,7 +52,12 @@ def align(
     found_B: torch.Tensor,
     counts_3: torch.Tensor,
 ) -> None:
-    """Writes proposals (see `DraftStream.propose`)."""
+    """Writes up to K draft tokens of each request to `tokens_BK`, with their evidence levels and their number.
+
+    The levels go to `levels_BK` and the numbers to `found_B`. `table_SX` is the draft stream's table, with tokens that were
+    drafted for an earlier, shorter text of the request. If the first of these tokens equal those that the request has sampled
+    since, the rest of them is written, and otherwise nothing. The counts in `counts_3` (`DraftStream.counts_3`) are increased.
+    """
     most_ahead = (table_SX.shape[1] - draft_buffers.TOKENS) // 2
     _align[(len(slots_B),)](
         slots_B, total_len_S, token_ids_SL, token_ids_SL.stride(0), table_SX, tokens_BK, tokens_BK.stride(0), levels_BK,
