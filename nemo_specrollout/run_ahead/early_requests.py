@@ -28,7 +28,7 @@ MOST_LEFTOVERS = 64
 """Most requests that have ended and whose near-ties the vLLM worker still keeps. If there are more, the worker is asked for
 them."""
 PATIENCE_STEPS = 8
-"""Number of checks in a row at which an own request may lack its first token. After that all early requests are stopped."""
+"""If one of the engine's own requests has no token in this number of checks in a row, all early requests are stopped."""
 _PREFIX = "ahead-"
 """Prefix of the ids of early requests in vLLM."""
 
@@ -121,14 +121,14 @@ class OwnLoad(NamedTuple):
     blocks_left: int = 0
     """Least number of KV cache blocks that will be free at the next check. More will be free if requests share prefixes."""
     is_waiting: bool = False
-    """Whether an own request has no token yet."""
+    """Whether any of the engine's own requests has no token yet."""
     lengths: tuple[int, ...] = ()
-    """Number of tokens that each own request has sampled."""
+    """Number of tokens that each of the engine's own requests has sampled."""
 
 
 @dataclass
 class _Running:
-    """An early request that the engine decodes, or an own request whose tokens are read."""
+    """An early request that the engine decodes, or one of the engine's own requests whose tokens are read."""
 
     request_id: str
     """Id of the request in vLLM."""
@@ -153,15 +153,15 @@ class EarlyRequests:
     longest: int = 0
     """Number of tokens of the longest prompt with its known text."""
     prices: EarlyPrices | None = None
-    """Measured times of the engine. Until they are known, early requests run only while the engine has no own ones."""
+    """Measured times of the engine. Until they are known, early requests run only while the engine has no others."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)
     _running: dict[int, _Running] = field(default_factory=dict)
     _followed: dict[int, _Running] = field(default_factory=dict)
-    """Own requests whose tokens are read, so that branches of them can be started."""
+    """The engine's own requests whose tokens are read, so that branches of them can be started."""
     _untold: set[int] = field(default_factory=set)
     """Names of requests whose near-ties the vLLM worker may still have."""
     _num_waits: int = 0
-    """Number of checks in a row at which an own request had no token yet."""
+    """Number of checks in a row at which one of the engine's own requests had no token yet."""
     _noted_s: float = 0.0
     """Time of the latest call of `note_time`."""
     _prompts: set[tuple[int, ...]] = field(default_factory=set)
@@ -215,7 +215,7 @@ class EarlyRequests:
             self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of early requests, or `EarlyWorth()` while the engine's times are not known."""
+        """Returns how much time early requests can save later, or `EarlyWorth()` while the engine's times are not known."""
         return EarlyWorth() if self.prices is None else early_worth(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
@@ -257,7 +257,7 @@ class EarlyRequests:
         return names
 
     def has_slot(self, load: OwnLoad) -> bool:
-        """Returns whether there is a free slot for an early request, and every own request has its first token."""
+        """Returns whether there is a free slot for an early request, and all of the engine's own requests have a token."""
         return load.num_requests + self.num_running < self.size.slots and not load.is_waiting
 
     def begin(self, load: OwnLoad) -> list[EarlyStart]:
@@ -293,36 +293,39 @@ class EarlyRequests:
     # Requests of the engine's own
 
     def follow(self, row: EarlyRow) -> int:
-        """Registers an own request, so that branches of it may start. Returns a name for it and its near-ties."""
+        """Registers one of the engine's own requests, so that branches of it may start.
+
+        Returns a name for it and its near-ties.
+        """
         name = self.early.follow(row)
         self._followed[name] = _Running("", len(row.prompt))
         self._untold.add(name)
         return name
 
     def called(self, name: int, request_id: str) -> None:
-        """Notes the id in vLLM of an own request that was registered by `follow`. Ignores other requests."""
+        """Notes the id in vLLM of a request that was registered by `follow`. Ignores other requests."""
         if name in self._followed:
             self._followed[name].request_id = request_id
 
     def branches_of(self, name: int) -> list[int]:
-        """Returns the names of the running branches of an own request. It has none if `follow` does not know it."""
+        """Returns the names of the running branches of a request. It has none if it was not registered by `follow`."""
         return self.early.branches_of(name) if name in self._followed else []
 
     def forget(self, name: int) -> None:
-        """Forgets an own request that has ended, if `follow` knows it. Its branches must have been stopped."""
+        """Forgets a request that was registered by `follow` and has ended. Its branches must have been stopped."""
         if self._followed.pop(name, None) is not None:
             self.early.forget(name)
 
     # What they have made
 
     def read(self, names: Iterable[int]) -> None:
-        """Reads the tokens that running early requests and registered own requests with these names have sampled so far."""
+        """Reads the tokens that early requests, or requests that were registered by `follow`, have sampled so far."""
         for name in names:
             for tokens in self._sampled(self._live(name)):
                 self._grew(name, tokens)
 
     def read_all(self) -> None:
-        """Reads the tokens of all running early requests and all registered own requests."""
+        """Reads the tokens of all running early requests, and of all requests that were registered by `follow`."""
         self.read([*self._running, *self._followed])
 
     def stopped(self, names: Iterable[int]) -> None:
@@ -355,7 +358,7 @@ class EarlyRequests:
         self.stopped([name for name in self._running if not self.processor.external_req_ids.get(engine_id(name))])
 
     def made(self) -> EarlyMade:
-        """Returns everything that is known about the plan's requests and about registered own requests."""
+        """Returns everything that is known about the plan's requests, and about requests that were registered by `follow`."""
         return EarlyMade(self.early.texts(), self.figures, self.early.flips(), self.early.followed())
 
     def take_figures(self) -> EarlyFigures:
@@ -376,7 +379,7 @@ class EarlyRequests:
             self.longest = max(self.longest, running.num_given + running.num_told)
 
     def _wanted(self, load: OwnLoad, most: int) -> int:
-        """Returns how many early requests are worth more time than they cost, at most `most`."""
+        """Returns how many early requests save more time than they cost, at most `most`."""
         worths = self.early.worths(most)
         if self.prices is None:
             return 0 if load.num_requests else len(worths)

@@ -42,8 +42,8 @@ class EarlyRow:
     known: TextAhead | None = None
     """The text that older weights than the engine's current ones have sampled for the request, or None."""
     probability: float = 1.0
-    """Probability that newer weights will decode the request. It is below 1 for an own request of the engine, because that may
-    end before the weights change."""
+    """Probability that newer weights will decode the request. It is below 1 for one of the engine's own requests, because that
+    may end before the weights change."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class _Path:
 
 @dataclass
 class _Flight:
-    """A request of a coming step, or an own request of the engine, with the paths that were started for it."""
+    """A request of a coming step, or one of the engine's own requests, with the paths that were started for it."""
 
     row: EarlyRow
     worth: Worth
-    """Worth of starting the text of the request."""
+    """How much time it can save to start the text of the request."""
     paths: list[_Path] = field(default_factory=list)
     is_known_now: bool = False
     """Whether the engine's current weights have made the known text of the row. If so, the text was started before and
@@ -106,7 +106,7 @@ class EarlyTexts:
         """Starts with what is known about each row.
 
         Args:
-            rows: Requests of coming steps. If several are worth the same, the first of them starts first.
+            rows: Requests of coming steps. If several save the same time, the first of them starts first.
             flips: Model of how far the next weight update will move scores.
             most_branches: Largest number of branches of a request, or 0 for none.
             kept: Share of the tokens made ahead that a weight update leaves right, as earlier updates have shown.
@@ -125,9 +125,10 @@ class EarlyTexts:
         self._by_name: dict[int, tuple[int, int]] = {}
         """Index of the row and number of the path that belong to each name."""
         self._running: dict[int, Worth] = {}
-        """Worth of each running request by its name. It is cached because it is needed more often than it changes."""
+        """For each running request, by its name, how much time it can save. It is cached because it is needed more often than
+        it changes."""
         self._waiting = sorted(self._flights, key=lambda i: -self._flights[i].worth.probability)
-        """Indices of the rows whose texts have not started, best first. Rows that are worth the same stay in their order."""
+        """Indices of the rows whose texts have not started, best first. Rows that are equally good stay in their order."""
 
     @property
     def running(self) -> list[int]:
@@ -135,9 +136,10 @@ class EarlyTexts:
         return list(self._running)
 
     def worths(self, most: int) -> list[Worth]:
-        """Returns the worth of a token of up to `most` requests that run or could start, best first.
+        """Returns what decides how much time a token can save (`Worth`), for up to `most` requests that run or could start.
 
-        Of the branches that could start, only the most likely one is known in advance. The others count as much as this one.
+        The best come first. Of the branches that could start, only the most likely one is known in advance. The others count
+        as much as this one.
         """
         found = [*self._running.values(), *(self._flights[i].worth for i in self._waiting[:most])]
         best = self._choice.best()
@@ -160,7 +162,7 @@ class EarlyTexts:
         return starts
 
     def follow(self, row: EarlyRow) -> int:
-        """Follows an own request of the engine from its beginning, so that branches of it may start.
+        """Registers one of the engine's own requests, from its beginning, so that branches of it may start.
 
         Returns the name of its text.
         """
@@ -172,12 +174,12 @@ class EarlyTexts:
         return name
 
     def branches_of(self, name: int) -> list[int]:
-        """Returns the names of the running branches of an own request that is followed."""
+        """Returns the names of the running branches of a request that was registered by `follow`."""
         index, _ = self._by_name[name]
         return [path.name for path in self._flights[index].paths[1:] if path.name in self._running]
 
     def forget(self, name: int) -> None:
-        """Forgets an own request that was followed and has ended. Its branches must have been stopped."""
+        """Forgets a request that was registered by `follow` and has ended. Its branches must have been stopped."""
         index, _ = self._by_name[name]
         for path in self._flights.pop(index).paths:
             del self._by_name[path.name]
@@ -229,13 +231,13 @@ class EarlyTexts:
             self._waiting.insert(0, index)
 
     def least(self, number: int) -> list[int]:
-        """Returns the names of the running requests that are worth the least, at most `number` of them."""
+        """Returns the names of the running requests that can save the least time, at most `number` of them."""
         return sorted(self._running, key=lambda name: self._running[name].probability)[:number]
 
     def texts(self) -> dict[int, TextAhead]:
         """Returns all known texts of coming steps, by the seeds of their requests. Requests without a known text are left out.
 
-        The own requests that are followed are left out as well, because they belong to no coming step (see `followed`).
+        Requests that were registered by `follow` are left out as well, because they belong to no coming step (see `followed`).
         """
         known = {flight.row.row.seed: self._text(flight) for flight in self._flights.values() if not flight.is_followed}
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
@@ -249,7 +251,7 @@ class EarlyTexts:
         return seen
 
     def followed(self) -> dict[int, TextAhead]:
-        """Returns all known texts of the own requests that are followed, by their names."""
+        """Returns all known texts of requests that were registered by `follow`, by their names."""
         known = {f.paths[TEXT].name: self._text(f) for f in self._flights.values() if f.is_followed}
         return {name: TextAhead(b"") if text is None else text for name, text in known.items()}
 
@@ -312,9 +314,9 @@ class EarlyTexts:
             self._running[path.name] = self._worth(path.name)
 
     def _text_worth(self, row: EarlyRow) -> Worth:
-        """Returns the worth of starting the text of a row.
+        """Returns what decides how much time it can save to start the text of a row.
 
-        A complete text needs new tokens only if the next weights change it, so it is worth less.
+        A complete text needs new tokens only if the next weights change it, so it can save less.
         """
         k = row.steps_ahead
         probability = self._kept**k

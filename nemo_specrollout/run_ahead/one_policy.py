@@ -27,7 +27,7 @@ _EARLIER = 0.5
 
 @dataclass(frozen=True)
 class OwnRow:
-    """An own request of the engine, in the form that `EarlyRow.row` needs so that branches of the request can be started."""
+    """One of the engine's own requests, in the form that `EarlyRow.row` needs to start branches of it."""
 
     seed: int
     params: Any
@@ -35,7 +35,7 @@ class OwnRow:
 
 
 def branch_request(start: EarlyStart) -> tuple[Any, Any]:
-    """Returns vLLM's prompt and sampling parameters for a branch of an own request of the engine (`OwnRow`).
+    """Returns vLLM's prompt and sampling parameters for a branch of one of the engine's own requests (`OwnRow`).
 
     The parameters are None if nothing is left to decode.
     """

@@ -115,11 +115,11 @@ class Rolling:
         return self._early is not None
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of the engine's early requests."""
+        """Returns how much time the engine's early requests, which are those of coming steps, can save later."""
         return EarlyWorth() if self._early is None else self._early.worth()
 
     def follow(self, row: EarlyRow) -> int:
-        """Registers an own request of the engine, so that branches of it are started. Returns its name.
+        """Registers one of the engine's own requests, so that branches of it are started. Returns its name.
 
         Call it before the request starts, if newer weights may have to decode the request again. The request needs its name as
         `ties` in its identity.
@@ -128,15 +128,12 @@ class Rolling:
         return self._early.follow(row)
 
     def called(self, name: int, request_id: str) -> None:
-        """Notes the id in vLLM of an own request that was registered by `follow`.
-
-        It is needed to read the request's tokens.
-        """
+        """Notes the id in vLLM of a request that was registered by `follow`, which is needed to read its tokens."""
         if self._early is not None:
             self._early.called(name, request_id)
 
     def forget(self, name: int) -> None:
-        """Forgets an own request that was registered by `follow` and has ended, and stops its branches.
+        """Forgets a request that was registered by `follow` and has ended, and stops its branches.
 
         Does nothing if the plan of the request has ended.
         """

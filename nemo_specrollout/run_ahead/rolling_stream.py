@@ -2,7 +2,7 @@
 """An asynchronous engine that decodes early requests, those of coming steps, in slots that its own requests leave free.
 
 The engine decodes by itself all the time, and its own requests may come at any time. Each early request is an asyncio task,
-which is cancelled as soon as an own request needs its slot.
+which is cancelled as soon as one of the engine's own requests needs its slot.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class RollingStream(Rolling):
         self._llm = llm
         self._generate = generate
         self._own: set[object] = set()
-        """An object for each own request of the engine. To add and to discard objects is safe in all threads."""
+        """An object for each of the engine's own requests. To add and to discard objects is safe in all threads."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -68,7 +68,7 @@ class RollingStream(Rolling):
         self._keeper = asyncio.create_task(self._keep(early))
 
     async def own(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of an own request of the engine, and stops early requests that take room which it needs."""
+        """Passes on the outputs of one of the engine's own requests. Stops early requests that take room which it needs."""
         token = object()
         self._own.add(token)
         self._is_due = True

@@ -18,10 +18,10 @@ import numpy as np
 from nemo_specrollout.speculation.step_model import StepCosts
 
 SAMPLED = 17
-"""`_largest` looks at every 17th draft first, to find a lower bound for the survival of the drafts that it chooses. The number
-is not a power of two. So the sample has drafts of all requests and positions."""
+"""`_largest` first looks at only one in this number of drafts, which gives it a lower bound for the survival of the drafts to
+choose. The number is not a power of two, so that these drafts belong to all requests and positions."""
 SAMPLE_MARGIN = 2
-"""`_largest` sets its lower bound so low that about this many times as many drafts are above it as are to be chosen."""
+"""`_largest` chooses its lower bound so low that it leaves about this many times as many drafts as are needed."""
 
 
 class Steps(NamedTuple):
@@ -88,7 +88,7 @@ def best_steps(
 
 
 class Choice(NamedTuple):
-    """The drafting depth that `best_depth` has chosen for an engine step, and the seconds that it is expected to save."""
+    """The drafting depth that `best_depth` has chosen for an engine step, and the seconds that it should save."""
 
     depth: int
     """Number of draft tokens for each request, or 0 if the drafter with weights should only read."""
@@ -130,8 +130,8 @@ def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndar
     """Returns how many of each request's drafts are among the `most` drafts of the batch with the highest survival, int64 [B].
 
     `caps_B` is the largest number of drafts that each request may have. Within a request, the survival must not rise from one
-    draft to the next. Drafts with survival 0 are never chosen. If drafts of equal survival compete for the last places, those
-    at earlier positions are chosen. The result is all zeros if `most` is 0 or negative.
+    draft to the next. Drafts with survival 0 are never chosen. If there are too many drafts of equal survival, those at
+    earlier positions are chosen. The result is all zeros if `most` is 0 or negative.
 
     Sorting the drafts would take ten times as long, so the function only finds the smallest survival that is still chosen.
     """
@@ -151,10 +151,10 @@ def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndar
 
 
 def _largest(values: np.ndarray, rank: int) -> float:
-    """Returns the value of this rank, where the largest value has rank 1.
+    """Returns the `rank`-th largest of the values, where rank 1 is the largest.
 
-    To be fast, it first sets a lower bound from a sample of the values, and then compares only the values above this bound. If
-    there are fewer of them than `rank`, it compares all values.
+    To be fast, it first computes a lower bound from a sample of the values, and then compares only the values above this
+    bound. If there are fewer of them than `rank`, it compares all values.
     """
     sample = values[::SAMPLED]
     bound = SAMPLE_MARGIN * rank // SAMPLED + SAMPLED

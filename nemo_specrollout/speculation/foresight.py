@@ -18,19 +18,19 @@ from nemo_specrollout.speculation.decision import survival_of
 MEMORY = 0.98
 """Factor by which each engine step reduces the weight of what was learned before."""
 PRIOR_REQUESTS = 4.0
-"""Weight of what was learned before about the first drafts of a new request, in requests. The new requests of an engine step
-count one each."""
+"""Weight of what was learned earlier about the first drafts of new requests. It counts as much as this number of new
+requests."""
 
 
 class Kind(IntEnum):
     """Says what is known about the drafts of a request, which decides how their survival is predicted."""
 
     KNOWN = 0
-    """The rates of the request's drafts in the engine step before are known."""
+    """The acceptance rates of the request's drafts in the engine step before are known."""
     SILENT = 1
     """The request has no drafts."""
     NEW = 2
-    """The request is new, so no rates of its drafts are known."""
+    """The request is new, so no acceptance rates of its drafts are known."""
     NEW_WITH_TEXT = 3
     """The request is new, but brings a text made ahead, which is probably right."""
 
@@ -41,7 +41,7 @@ class _Foretold(NamedTuple):
     slots_B: np.ndarray
     kind_B: np.ndarray
     apart_BK: np.ndarray
-    """Survival in the engine step before, minus its mean over the requests."""
+    """Survival of each draft in the engine step before, minus the mean over the requests."""
 
 
 class Foresight:
@@ -66,10 +66,10 @@ class Foresight:
         """For each kind of new request, the survival of its first drafts, [K]."""
         self._first[Kind.NEW_WITH_TEXT][:] = np.cumprod(np.full(num_positions, text_rate))
         self._together = 1.0
-        """Numerator of `persistence`. For each request, its distance from the mean in one engine step is multiplied by its
-        distance in the next, and the products are added."""
+        """Numerator of `persistence`. It adds up products for all requests. Each product is the distance of a request's
+        survival from the mean in one engine step, multiplied by its distance in the next one."""
         self._before = 1.0
-        """Denominator of `persistence`, which is the sum of the squared distances in the first of the two engine steps."""
+        """Denominator of `persistence`. It adds up the squares of the distances in the first of the two engine steps."""
         self._foretold: _Foretold | None = None
 
     def is_sound(self) -> bool:

@@ -25,23 +25,24 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 ENOUGH = 64
-"""Number of requests, summed over engine steps, after which a look at the drafter with weights ends at the latest. From so
-many requests its acceptance rates are known well enough to make it dormant."""
+"""A look, which is a try of a dormant drafter with weights, ends at the latest when it has drafted for this number of
+requests, summed over engine steps. Then its acceptance rates are known well enough to make it dormant again."""
 PLANNED_STEPS = 4
 """Number of engine steps for which a planned drafting depth holds. The depth is planned again earlier if the batch has
-changed, and in every step while the acceptance rates of the drafter with weights are not well known. A look beyond the CUDA
-graphs also takes this number of steps."""
+changed, and in every step while the acceptance rates of the drafter with weights are not well known. A look at engine steps
+beyond the CUDA graphs (`BeyondGraphs`) takes the same number of steps."""
 JUDGED_STEPS = 8
 """Number of engine steps after which two decisions are made again. One is whether the drafter with weights should be dormant,
-and the other is whether to look beyond the CUDA graphs. A look at a dormant drafter takes at most this number of steps."""
+and the other is whether to try engine steps beyond the CUDA graphs. A try of a dormant drafter takes at most this number of
+steps."""
 LOOK_SHARE = 0.004
-"""Share of the engine's time that looks at a dormant drafter with weights may take. When the batch changes, a look at drafters
-without weights may take the same share of the mean time of a request."""
+"""Share of the engine's time that may be spent on looks, which are tries of a dormant drafter with weights. When the batch
+changes, a look at drafters without weights may take the same share of the mean time of a request."""
 REST_SHARE = 0.001
-"""Share of the engine's time that looks at resting drafters without weights may take. Looks beyond the CUDA graphs may take
-the same share in addition."""
+"""Share of the engine's time that may be spent on tries of resting drafters without weights. The same share may be spent in
+addition on tries of engine steps beyond the CUDA graphs."""
 PATIENCE = 4
-"""Number of engine steps in a row whose drafts must fail to pay before drafters without weights rest."""
+"""Drafters without weights rest after this number of engine steps in a row in which their drafts saved no time."""
 
 
 class SpeculationPolicy(ABC):
@@ -176,10 +177,10 @@ class BeyondGraphs:
         self._clock = LookClock(REST_SHARE)
         self._has_looked = False
         self._num_left = 0
-        """Number of engine steps that remain in the current look."""
+        """Number of engine steps that remain in the current try of steps beyond the CUDA graphs."""
         self._until_asked = 0
-        """Number of engine steps that must fill the largest CUDA graph before the next look is considered. This is not done in
-        every step, because it costs the host some time."""
+        """Number of engine steps that must fill the largest CUDA graph before the next look is considered. It is not
+        considered in every step, because that costs the host some time."""
 
     def earn(self, seconds: float) -> None:
         """Saves a share of the `seconds` of an engine step for looks."""
@@ -197,9 +198,10 @@ class BeyondGraphs:
         return costs.with_graphs_of_any_size()
 
     def filled(self, steps: Steps, costs: StepCosts, weigh: Callable[[StepCosts], Steps]) -> None:
-        """Begins a look if one is due. Call it when the best `steps` by `costs` fill the largest CUDA graph.
+        """Begins a look at engine steps beyond the largest CUDA graph, if one is due.
 
-        `weigh` is a function that returns the best engine steps by other costs.
+        Call it when the best `steps` by `costs` fill the largest graph. `weigh` is a function that returns the best engine
+        steps by other costs.
         """
         self._until_asked -= 1
         if self._num_left > 0 or self._until_asked > 0 or costs.launch_s <= 0.0:
@@ -217,13 +219,14 @@ class BeyondGraphs:
 class AutoPolicy(SpeculationPolicy):
     """Chooses the drafts that give the most tokens per second, from measured seconds and the draft board's acceptance rates.
 
-    The drafter with weights either follows all new requests or is dormant. It becomes dormant in two cases. In the first,
-    reading the running requests until they end will probably take more time than its drafts save. In the second, new requests
-    will probably end before its drafts have saved the time of reading their prompts. When the savings of `LookClock` pay for a
-    look at a dormant drafter, it follows the requests that arrive then, and drafts for some engine steps.
+    The drafter with weights either follows all new requests or is dormant. It becomes dormant in two cases. In the first, it
+    will probably take more time to read the tokens of the running requests than its drafts save. In the second, new requests
+    will probably end before its drafts have saved the time of reading their prompts. While it is dormant, a share of the
+    engine's time is saved for looks (`LookClock`). When enough is saved, it follows the requests that arrive next, and drafts
+    for some engine steps.
 
     Drafters without weights rest when their drafts save less time than it takes to propose them. Other looks try these
-    drafters again, and engine steps beyond the CUDA graphs. They are paid in the same way.
+    drafters again, and engine steps beyond the CUDA graphs. Time is saved for them in the same way.
     """
 
     LEARNED: ClassVar = (
@@ -242,7 +245,7 @@ class AutoPolicy(SpeculationPolicy):
         self._sizes = BatchSizes()
         self._lives = RequestLives()
         self._won_s = np.inf
-        """Seconds that the drafter with weights saves per engine step and request, as judged last."""
+        """Seconds that the drafter with weights saves per engine step and request, by the latest estimate."""
         self._clock = LookClock(LOOK_SHARE)
         self._rest_clock = LookClock(REST_SHARE)
         self._beyond = BeyondGraphs()

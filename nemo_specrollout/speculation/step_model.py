@@ -208,7 +208,7 @@ class Regression:
     def is_sound(self) -> bool:
         """Returns whether fields that were loaded from a file are valid.
 
-        Then the unit is positive, and the covariance is one to which samples can have reduced the prior's.
+        Then the unit is positive, and samples can have reduced the prior covariance to this one.
         """
         covariance_XX = self.covariance_XX
         if self.is_known and not self._scale_s >= 1e-9:
@@ -304,7 +304,7 @@ class StepModel:
     ) -> None:
         """Learns from the `seconds` of an engine step without prefill.
 
-        They must not include the time of a drafter with weights. The step has `num_rows` rows, of which those beyond
+        The time of a drafter with weights must not be included. The step has `num_rows` rows, of which those beyond
         `num_requests` are drafts. `has_drafters` says whether drafters were at work in the step, and `context` is the mean
         context length of its requests in tokens.
         """
@@ -351,7 +351,7 @@ class StepModel:
         return StepCosts(seconds_R, self._graph_sizes, *known, *contexts)
 
     def _surcharges(self, x: np.ndarray) -> tuple[float, float, float]:
-        """Returns `draft_row_s`, `verify_s` and `text_s` of `StepCosts`, computed from these coefficients."""
+        """Returns `draft_row_s`, `verify_s` and `text_s` of `StepCosts`, computed from the coefficients `x`."""
         draft, verify, text = x[len(self._knots_J) : _CONTEXTS.start].tolist()
         return draft / self._unit, max(verify, 0.0), max(text, 0.0)
 

@@ -13,7 +13,7 @@ from nemo_specrollout.stragglers.turns import Request
 
 
 class AttemptOutcome(StrEnum):
-    """Says how an attempt has ended, which is the work of one engine on one request."""
+    """How an attempt, which is the work of one engine on one request, has ended."""
 
     WON = "won"  # It completed the response.
     MOVED = "moved"  # The request went on with another engine.
@@ -130,8 +130,8 @@ class Response:
 def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
     """Returns `moves`, `races`, `won_by_racer` and `diverged`, the metrics `tail.*` of docs/reference/metrics.md.
 
-    `ended` has a sequence for each request that has ended. The sequence has a pair for each of the request's attempts, which
-    is the attempt's outcome and its start in seconds.
+    `ended` has a sequence for each request that has ended. Its items are the attempts of engines at this request, each as a
+    pair of the outcome and the start in seconds.
     """
     outcomes = Counter[str]()
     num_races = 0

@@ -150,7 +150,7 @@ class Coordinator:
     def take_idle_figures(self) -> dict[str, float]:
         """Returns the metrics `tail.early_worth` and `tail.declined` for the time since the last call.
 
-        Returns nothing if no engine had work on texts of coming steps in this time.
+        Returns nothing if no engine could decode requests of coming steps in this time.
         """
         figures = self._idle.figures()
         self._idle = IdleLooks()

@@ -116,15 +116,15 @@ class Savings:
 
 @dataclass
 class IdleLooks:
-    """Sums over the decisions of the tail policy for which an engine had early work, which is work for coming steps."""
+    """Sums over decisions of the tail policy. A decision counts only if some engine could decode requests of coming steps."""
 
     num_looks: int = 0
     """Number of decisions that count."""
     num_declined: int = 0
-    """Number of moves and races that the decisions would have made if engines had no early work."""
+    """Number of moves and races that the decisions would have made if no engine could decode requests of coming steps."""
     worth: float = 0.0
-    """Sum over the decisions of the worth of early work. The worth is how many seconds an engine without requests saves later
-    with each second of this work, as the mean of all engines."""
+    """Seconds that a second of decoding requests of coming steps saves later, in an engine that does nothing else. It is the
+    mean over the engines, summed over the decisions."""
 
     def note(self, idle: IdleTime, decision: TailDecision) -> None:
         if idle.has_worth:

@@ -42,7 +42,7 @@ class _Member:
     heard_s: float = field(default_factory=time.monotonic)
     """Time of the engine's latest call of `exchange`, by `time.monotonic`."""
     early_worth: EarlyWorth = NOTHING_EARLY
-    """Worth of the engine's work for coming steps at its latest call."""
+    """How much time the engine could save by decoding requests of coming steps, as it said in its latest call."""
 
 
 class PollingFleet:
@@ -202,7 +202,7 @@ class StragglerExchange:
         """Takes the result of an engine's turn, if there is one, and returns the orders and answers for this engine.
 
         If the engine has no turn to work on and there is no answer for it, the call waits for either, but at most for `POLL_S`
-        seconds. `early_worth` is the current worth of the engine's work for coming steps (`IdleWork.worth`).
+        seconds. `early_worth` is how much time the engine can save by decoding requests of coming steps (`IdleWork.worth`).
         """
         with self._guarded():
             member = self._member(engine)

@@ -202,8 +202,8 @@ class StreamShard:
     ) -> None:
         """`stays` is the reason why every request must stay in this engine (`reason_to_stay`), or None if requests may move.
 
-        `early_worth` returns the worth of the engine's work for coming steps (`IdleWork.worth`). This object only reports the
-        worth. It does not order the work, because an asynchronous engine does the work by itself.
+        `early_worth` returns how much time the engine can save by decoding requests of coming steps (`IdleWork.worth`). This
+        object only passes the value on. An asynchronous engine decodes such requests by itself.
         """
         self._number = number
         self._stays = stays

@@ -30,12 +30,12 @@ FIRST_STEPS = 2
 """Largest number of engine steps that count as prefill. With asynchronous scheduling a prefill takes two, because the engine
 reports the tokens of an engine step only at the end of the next one."""
 SLICE_S = 0.05
-"""An engine without requests works for coming steps in slices of this number of seconds. After each slice it checks whether
-the exchange has answered."""
+"""An engine without requests of its own decodes requests of coming steps in slices of this number of seconds. After each slice
+it checks whether the exchange has answered."""
 
 LEAST_S = 1e-3
-"""If a slice of work for coming steps was shorter than this number of seconds, it had no engine step. So the work that is left
-cannot be done now."""
+"""If a slice of decoding requests of coming steps was shorter than this number of seconds, it had no engine step. So the
+requests that are left cannot be decoded now."""
 
 
 class Answer(Protocol):
@@ -202,11 +202,10 @@ def roll_out_shard(
 ) -> list[Rollout]:
     """Rolls out an engine's share of a rollout with other engines.
 
-    Returns the responses to its own `requests`, in their order.
-
-    The numbers of the requests in `ShardRequest.home` must be 0, 1, 2, .... The engine takes turns until all requests of all
-    engines have ended. At most one call of the exchange is pending at a time. While the engine waits for its answer, it takes
-    a turn that it already has, or works for coming steps (`idle`). Raises ExchangeFailed if the exchange is lost.
+    Returns the responses to its own `requests`, in their order. The numbers of the requests in `ShardRequest.home` must be 0,
+    1, 2, .... The engine takes turns until all requests of all engines have ended. At most one call of the exchange is pending
+    at a time. While the engine waits for its answer, it takes a turn that it already has, or decodes requests of coming steps
+    (`idle`). Raises ExchangeFailed if the exchange is lost.
     """
     engine = TurnEngine(stepped)
     rollouts = dict[int, Rollout]()
@@ -238,7 +237,7 @@ def roll_out_shard(
 
 
 def _work_until(answer: Answer, idle: IdleWork) -> None:
-    """Works for coming steps until the exchange's answer has arrived, or until no work is left that can be done now."""
+    """Decodes requests of coming steps until the exchange's answer has arrived, or until none can be decoded now."""
     has_more = True
     while has_more and not answer.is_there():
         started = time.perf_counter()

@@ -22,7 +22,10 @@ class TurnShard:
     """Replaces `vllm.LLM.generate` of a synchronous engine, so that several engines roll out their requests together."""
 
     def __init__(self, llm: Any, number: int, ask: Ask, idle: IdleWork | None = None) -> None:
-        """`number` is the engine's number in the exchange, which `ask` calls. `idle` is the engine's work for coming steps."""
+        """`number` is the engine's number in the exchange, which `ask` calls.
+
+        `idle` decodes requests of coming steps in the engine.
+        """
         self._hosted = HostedEngine(llm)
         self._number = number
         self._ask = ask

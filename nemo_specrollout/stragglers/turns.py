@@ -104,20 +104,23 @@ class EngineFleet(Protocol):
     def is_alive(self, engine: int) -> bool: ...
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns the worth of the engine's work for coming steps, as far as it is known."""
+        """Returns how much time the engine can save by decoding requests of coming steps, as far as it is known."""
 
 
 class IdleWork(Protocol):
-    """An engine's work for coming steps in slots that its own requests leave empty (`run_ahead`)."""
+    """Decodes requests of coming steps in slots of an engine that its own requests leave empty (`run_ahead`)."""
 
     def slice(self, seconds: float) -> bool:
-        """Works for about `seconds` seconds. Returns whether there is more work to do.
+        """Decodes requests of coming steps for about `seconds` seconds. Returns whether there are more to decode.
 
         Nothing else may use the engine during this time.
         """
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of this work. It is `NOTHING_EARLY` if no work is left, or if nothing was measured yet."""
+        """Returns how much time this work can save later.
+
+        It is `NOTHING_EARLY` if no work is left, or if nothing was measured yet.
+        """
 
 
 class ExchangeFailed(Exception):

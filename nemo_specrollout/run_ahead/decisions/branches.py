@@ -6,7 +6,7 @@ nearly always sample the runner-up. A branch is the text that continues with the
 near-tie flips and no earlier one does. Branches can have branches of their own.
 
 A path is the text of a request or one of its branches. A slot makes about as many tokens for one path as for another. So the
-path that is most likely to be the text of the new weights is worth the most.
+best path to decode is the one that is most likely to be the text of the new weights.
 
 Shapes: P positions of a path.
 """

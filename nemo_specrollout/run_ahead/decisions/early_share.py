@@ -36,8 +36,8 @@ with more texts is chosen, because a rollout takes as long as its slowest reques
 
 
 MOST_OWN = 8
-"""Largest number of own requests for which an engine reports the worth of early ones. The worth matters when few own requests
-are left."""
+"""`early_worth` reports how much time early requests can save in an engine that has up to this number of other requests. This
+matters only when few of the engine's own requests are left."""
 
 
 class Worth(NamedTuple):
@@ -176,7 +176,8 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
         num_own: Number of running requests of the current step. If it is 0, nobody waits for the engine. Then the result is
             the
             number of early requests that makes the most right tokens per second.
-        worths: Worth of a token of each early request that runs or could start, best first.
+        worths: For each early request that runs or could start, what decides how much time a token of it can save. The best
+            request comes first.
     """
     if not worths:
         return 0
@@ -195,14 +196,15 @@ def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
 
 
 def early_worth(prices: EarlyPrices, worths: Sequence[Worth]) -> EarlyWorth:
-    """Returns the worth of early requests, which are those of coming steps.
+    """Returns how much time early requests, which are those of coming steps, can save later.
 
-    The result has a rate for each number of own requests of the engine, from 0 to `MOST_OWN`. The rate assumes that as many
-    early requests run as `num_early` returns. It is the time that these save the engine later for each second in which they
-    run. The time by which they delay own requests is subtracted.
+    The result has a rate for each number of the engine's own requests, from 0 to `MOST_OWN`. The rate is the time that early
+    requests save later for each second in which they run. The time by which they delay the engine's own requests is
+    subtracted. It is assumed that as many early requests run as `num_early` returns.
 
-    The result also has the seconds that all early requests save in total, if each text becomes as long as the mean of the
-    responses that are longer than it is now. `worths` has all early requests that run or could start, best first.
+    The result also has the seconds that all early requests together can save. It is assumed that each text becomes as long as
+    the mean of the responses that are longer than it is now. `worths` has all early requests that run or could start, best
+    first.
     """
     if not worths:
         return EarlyWorth()

@@ -79,8 +79,8 @@ class LengthEstimator:
 SPREAD = 0.35
 """Standard deviation that is assumed for the logarithm of a request's relative speed before it was measured."""
 HALF_TOKENS = 48.0
-"""A request's own measurement has half of the weight when a typical request would have made this number of tokens in the
-measured time."""
+"""A request's own measurement counts half if it took as long as a typical request needs for this number of tokens. The
+relative speed of its task counts for the other half."""
 SHARED_SPEED = 0.5
 """If a request is faster or slower than expected under one draft method, this share of the difference (as a logarithm) is
 expected under another method."""

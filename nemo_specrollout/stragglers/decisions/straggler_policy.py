@@ -27,8 +27,8 @@ MAX_UNIMPROVABLE = 16
 LEAST_CHANCE = 0.05
 """Probability of winning below which a racer gives up."""
 RACE_PREMIUM = 0.01
-"""Share of the seconds until the source engine ends that is subtracted from the gain of a race when it is compared with a
-move. After a move, the source engine has one request less, but after a race it does not."""
+"""A race must gain more than a move to be preferred, because a move frees a slot of the source engine, and a race does not.
+The difference is this share of the seconds until the source engine ends."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TailDecision:
     starts: tuple[tuple[int, int], ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
     num_declined: int = 0
-    """Number of moves and races that would end the rollout earlier, but save less time than the early work that they
-    displace."""
+    """Number of moves and races that would end the rollout earlier, but would cost more time in later rollouts. They would
+    leave engines less time to decode requests of coming steps."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class FastestOfN:
     3. The engine that will end last moves requests to another engine, or another engine races for its last request. This is
        repeated until no such change brings the end of both engines forward by at least the share `config.min_gain`.
 
-    With `run_ahead`, an idle engine can make texts of coming steps. A change displaces some of this work, so the time that
-    this work would save is subtracted from the gain of the change (`idle_time.py`).
+    With `run_ahead`, an idle engine can decode requests of coming steps. A change leaves it less time for that. The time that
+    is lost in later rollouts is subtracted from the gain of the change (`idle_time.py`).
 
     For example, engines 0 and 1 each make 100 tokens per second for a single request, and 50 for each of two. Engine 0 decodes
     request 0, which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves
@@ -111,10 +111,10 @@ class FastestOfN:
         return TailDecision(*forecast.net_changes(), num_declined)
 
     def _best_plan(self, forecast: TailForecast, engine: int, *, alone: bool = False) -> _Plan | None:
-        """Returns the plan for requests of `engine` that gains most, or None if no plan pays.
+        """Returns the plan for requests of `engine` that gains most, or None if no plan gains enough.
 
-        Plans that move several requests are tried only if no plan for a single request pays. With `alone`, the plans are
-        judged as if engines had no work for coming steps.
+        Plans that move several requests are tried only if no plan for a single request gains enough. With `alone`, plans are
+        judged as if engines could not decode requests of coming steps.
         """
         single = [
             plan
@@ -127,12 +127,12 @@ class FastestOfN:
         )
 
     def _worthwhile(self, forecast: TailForecast, plans: Iterable[_Plan], alone: bool) -> _Plan | None:
-        """Returns the plan that gains most, or None if no plan pays.
+        """Returns the plan that gains most, or None if no plan gains enough.
 
-        The gain of a plan is the time by which both engines will have ended earlier. To pay, it must exceed the delay of an
-        order. It must also exceed the share `min_gain` of the time that is left, because forecasts have errors. Finally, it
-        must exceed the time that the displaced work for coming steps would save. With `alone`, this last condition is left
-        out.
+        The gain of a plan is the time by which both engines will have ended earlier. It must exceed the delay of an order. It
+        must also exceed the share `min_gain` of the time that is left, because forecasts have errors. Finally, it must exceed
+        the time that later rollouts lose, because the plan leaves engines less time to decode requests of coming steps. With
+        `alone`, this last condition is left out.
         """
         best: _Plan | None = None
         best_s = 0.0

@@ -95,7 +95,7 @@ class TailObservation:
     handover_s: float = 0.0
     """Seconds from a decision until an engine begins to work on a new request."""
     idle: IdleTime = NO_EARLY_WORK
-    """Worth of the work that engines can do for coming steps, beside the requests of this step or after them."""
+    """How much time engines can save in later rollouts by decoding requests of coming steps."""
 
 
 class TailForecast:
@@ -207,12 +207,12 @@ class TailForecast:
     def early_lost_s(
         self, requests: tuple[int, ...], engines: tuple[int, int], end_s: float, *, is_race: bool
     ) -> float:
-        """Returns how many seconds later rollouts lose because a change leaves engines less time to work for coming steps.
+        """Returns the seconds that later rollouts lose if a change leaves engines less time for requests of coming steps.
 
         In the change, `requests` move from the first of the two `engines` to the second, or the second races for them. The
-        result is the difference between what the work of all engines saves without the change and with it. Without the change,
-        work counts that is done before the first of the two engines ends. With the change, work counts that is done before
-        `end_s`, when both engines will have ended.
+        result is the difference between what all engines save by such decoding without the change and with it. Without the
+        change, it counts until the first of the two engines ends. With the change, it counts until `end_s`, when both engines
+        will have ended.
         """
         source, target = engines
         idle = self.seen.idle
