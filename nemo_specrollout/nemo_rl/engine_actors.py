@@ -118,11 +118,11 @@ class _SeededEngine(EngineActorCalls):
         self._request_seeds.texts.replace(texts)
 
     def specrollout_take_kept(self) -> KeptCounts:
-        """Returns how many tokens of texts made ahead were right since the last call."""
+        """Returns how much of the texts made ahead agreed with the responses, counted since the last call."""
         return self._request_seeds.texts.take_kept()
 
     def _rows_ended(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
-        """Records rows (samples) for an audit, and counts how much of the text made ahead for each of them was right."""
+        """Records rows (samples) for an audit, and counts how much of the texts made ahead for them agrees with them."""
         if not rows:
             return
         starts = data["input_lengths"].tolist()
@@ -332,7 +332,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
             yield result
 
     def specrollout_take_kept(self) -> KeptCounts:
-        """Returns how many tokens of older texts, which served as drafts, were right since the last call."""
+        """Returns how much of the texts of older weights agreed with the responses, counted since the last call."""
         kept = super().specrollout_take_kept()
         return kept if self._one_policy is None else kept.plus(self._one_policy.take_kept())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's texts of coming steps while no engine works on them, and what weight updates have taught about such texts.
+"""The driver's texts for coming steps while no engine works on them, and what weight updates have taught about such texts.
 
 A plan tells an engine which requests of coming steps it may decode early. It lasts until the engine must stop to decode them.
 This module needs no Ray, threads or engines. So the driver of a NeMo-RL run and that of a local run can both use it.
@@ -28,16 +28,16 @@ class AheadPlan:
     rows: list[EarlyRow]
     """Requests of coming steps with their known texts, the nearest step first."""
     scale: float
-    """How far a weight update is expected to move the difference of two scores, in nats (`FlipModel`)."""
+    """How far a weight update is expected to move the difference between the scores of two tokens, in nats (`FlipModel`)."""
     kept: float
-    """Expected share of the tokens made ahead that a weight update leaves right."""
+    """Share of the tokens of a text made ahead that a weight update is expected to leave unchanged."""
 
 
 class ComingTexts:
-    """Owns the texts of coming steps while no engine works on them, by the policy version of their step.
+    """Owns the texts for coming steps while no engine works on them, by the policy version of their step.
 
     `plans` says what each engine may decode early. `keep` stores what the engines have decoded when they end their plans.
-    `learn` gets counts of how much of a step's texts was right.
+    `learn` gets counts of how much of the texts for a step agreed with its responses.
     """
 
     LEARNED: ClassVar = ("_flips", "_depth")
@@ -47,7 +47,8 @@ class ComingTexts:
         """`config` limits the number of coming steps and the memory of their texts.
 
         `begins_again` means that the engines' own requests start over when the weights change, and that the texts are theirs.
-        The engines keep such texts themselves, so this object only learns how much of them was right.
+        The engines keep such texts themselves. Then this object only learns how much of the texts agreed with the later
+        responses.
         """
         self._config = config
         self._begins_again = begins_again
@@ -64,8 +65,8 @@ class ComingTexts:
         """Whether the latest plan is the first one with its policy version. If so, older weights have made all texts that it
         knows."""
         self._in_flight: list[int] = []
-        """How many tokens texts had when the weights of policy version `_version` arrived. The first number is for the step of
-        this version, and the others are for the steps after it."""
+        """Number of tokens that texts had when the weights of policy version `_version` arrived. The first number is for the
+        step of this version, and the others are for the steps after it."""
         self._effort = EarlyFigures()
         """Sum of what engines have done for coming steps since the metrics of the last step."""
         self._alarms: list[str] = []
@@ -81,15 +82,15 @@ class ComingTexts:
         return self._depth.steps if isinstance(self._config.steps, str) else self._config.steps
 
     def of(self, version: int) -> dict[int, TextAhead]:
-        """Returns the texts of the step of a policy version, by the seeds of their requests."""
+        """Returns the texts for the step with policy version `version`, by the seeds of their requests."""
         return self._store.of(version)
 
     def num_texts(self, version: int) -> int:
-        """Returns how many requests of the step of a policy version have a text."""
+        """Returns how many requests of the step with policy version `version` have a text."""
         return self._store.num_texts(version)
 
     def forget_before(self, version: int) -> None:
-        """Forgets the texts of all steps before that of a policy version."""
+        """Forgets the texts for all steps before the one with policy version `version`."""
         self._store.forget_before(version)
 
     def plans(self, version: int, steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[AheadPlan]:
@@ -110,7 +111,7 @@ class ComingTexts:
     def keep(self, made_E: Iterable[EarlyMade], *, is_interrupted: bool = False) -> None:
         """Stores what engines have made in the latest plan.
 
-        Adds an alarm if texts of the next step do not fit into the memory.
+        Adds an alarm if texts for the next step do not fit into the memory.
 
         `is_interrupted` means that the plan has ended before the weights change. Such a plan does not show how many requests
         engines can start in the time of a step.
@@ -132,9 +133,9 @@ class ComingTexts:
             self._depth.observe_flights(flights)
 
     def learn(self, version: int, kept: KeptCounts) -> dict[str, float]:
-        """Learns from `kept` how much of the texts of one step was right, and returns the metrics of this step.
+        """Learns how much of the texts for one step agreed with its responses. Returns the metrics of this step.
 
-        `version` is the policy version of the step, whose texts must not have been forgotten yet.
+        `version` is the policy version of the step, whose texts must not have been forgotten yet. `kept` has the counts.
         """
         if kept.num_texts:
             self._flips.observe_counts(kept.gaps_G, kept.num_flips)
@@ -151,7 +152,7 @@ class ComingTexts:
         }
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Learns two measured times in seconds, on which it depends how many coming steps pay.
+        """Learns two measured times in seconds, which decide how many coming steps are planned.
 
         `verify_row_s` is the time by which a verified row makes an engine step longer. `token_s` is the mean time of a token
         in a rollout without drafts.

@@ -156,10 +156,10 @@ class RunAhead:
         Args:
             keeps_cache: Whether the engines keep their cached prefixes. Requests under new weights must not read prefixes of
                 old
-                weights. So this may be true if the weights stay the same. It may also be true for asynchronous engines, where
-                    later
-                requests do not find old prefixes (generation/engine/fresh_prefixes.py). There running requests keep vLLM from
-                dropping its prefixes.
+                weights. So this may be true if the weights stay the same. It may also be true for asynchronous engines. There
+                    vLLM
+                cannot drop prefixes while requests run, but later requests do not find old ones
+                (generation/engine/fresh_prefixes.py).
             is_interrupted: Whether the plan ends before the weights change. If so, it does not show how many requests engines
                 can
                 start in the time of a step.
@@ -180,9 +180,9 @@ class RunAhead:
     def figures(self, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
         """Returns the metrics and alarms of the step of the latest plan, whose responses must all be complete.
 
-        Asks the engines how much of the texts was right, and learns from that how far the weight update has moved scores.
-        `token_s` is the number of seconds that an engine would take for a token of the step without drafts, or None if it is
-        not known.
+        Asks the engines how much of the texts made ahead agreed with the responses. From this it learns how far the weight
+        update has moved scores. `token_s` is the number of seconds that an engine would take for a token of the step without
+        drafts, or None if it is not known.
         """
         take = EngineActorCalls.specrollout_take_kept
         calls = [self._engines.start(engine, take) for engine in range(self._engines.num_engines)]
@@ -202,7 +202,7 @@ class RunAhead:
         return {PREFIX + name: value for name, value in metrics.items()}, alarms
 
     def _observe_price(self, token_s: float) -> None:
-        """Asks an engine how much time a verified row takes. It depends on this how many coming steps are planned."""
+        """Asks an engine how much time a verified row takes, which decides how many coming steps are planned."""
         method = WorkerCalls.specrollout_step_seconds.__name__
         call = self._engines.start(0, EngineActorCalls.specrollout_call, method=method, arguments=[])
         for prices in replies_of([call]):

@@ -25,8 +25,7 @@ long."""
 GROWTH_STEPS = 64
 """An early request starts only if the KV cache has room for every request to grow by this number of tokens."""
 MOST_LEFTOVERS = 64
-"""Most requests that have ended and whose near-ties the vLLM worker still keeps. If there are more, the worker is asked for
-them."""
+"""If the vLLM worker keeps near-ties of more ended requests than this number, it is asked for them."""
 PATIENCE_STEPS = 8
 """If one of the engine's own requests has no token in this number of checks in a row, all early requests are stopped."""
 _PREFIX = "ahead-"
@@ -42,24 +41,26 @@ class EarlyFigures:
     num_branches: int = 0
     """Number of branches that were started."""
     num_stopped: int = 0
-    """Number of texts and branches that were stopped, because own requests needed their room or they no longer paid."""
+    """Number of texts and branches that were stopped, because the engine's own requests needed room or they saved no more
+    time."""
     num_tokens: int = 0
     """Number of tokens that texts and branches have made."""
     num_steps_beside: int = 0
-    """Number of engine steps with both own and early requests."""
+    """Number of engine steps with both early requests and the engine's own ones."""
     num_steps_alone: int = 0
     """Number of engine steps with early requests only."""
     alone_s: float = 0.0
     """Seconds of the engine steps with early requests only."""
     delay_s: float = 0.0
-    """Seconds by which early requests made engine steps with own requests longer, estimated from `EarlyPrices`."""
+    """Seconds by which early requests made engine steps with own requests of the engine longer, estimated from
+    `EarlyPrices`."""
 
     def plus(self, other: "EarlyFigures") -> "EarlyFigures":
         """Returns the sums of both objects' numbers."""
         return EarlyFigures(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def metrics(self, num_steps: int, num_engines: int = 1) -> dict[str, float]:
-        """Returns a step's metrics from the sums over `num_engines` engines, with `num_steps` coming steps planned."""
+        """Returns a step's metrics from sums over `num_engines` engines. `num_steps` is the number of coming steps planned."""
         return {
             "ahead_begun": float(self.num_texts),
             "ahead_branches": float(self.num_branches),
@@ -78,9 +79,9 @@ class EarlyMade:
     """All known texts of the plan's requests, by their seeds."""
     figures: EarlyFigures
     flips: KeptCounts = field(default_factory=KeptCounts)
-    """How much of the texts that older weights had made was right under the engine's weights."""
+    """How much of the texts that older weights had made agreed with what the engine's weights sample."""
     followed: dict[int, TextAhead] = field(default_factory=dict)
-    """All known texts of the engine's own requests of which branches could start, by their names."""
+    """All known texts of the engine's own requests of which branches could start, by the names of these requests."""
 
 
 class EngineSize(NamedTuple):
@@ -184,7 +185,7 @@ class EarlyRequests:
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether the vLLM worker keeps near-ties of more ended requests than `MOST_LEFTOVERS`."""
+        """Whether the vLLM worker keeps near-ties of so many ended requests that it should be asked for them."""
         return len(self._untold) - len(self._running) - len(self._followed) > MOST_LEFTOVERS
 
     @property
@@ -219,14 +220,14 @@ class EarlyRequests:
         return EarlyWorth() if self.prices is None else early_worth(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
-        """Notes that the engine makes an engine step with `num_own` own requests."""
+        """Notes that the engine makes an engine step with `num_own` requests of its own."""
         if self._running:
             self.figures.num_steps_beside += 1
             if self.prices is not None:
                 self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
 
     def note_time(self, num_own: int, now: float) -> None:
-        """Adds the delay of own requests since the last call to `delay_s`, in an engine whose engine steps cannot be counted.
+        """Adds the delay of the engine's own requests since the last call to `delay_s`, if engine steps cannot be counted.
 
         `now` is the current time in seconds.
         """
@@ -236,7 +237,7 @@ class EarlyRequests:
         self._noted_s = now
 
     def give_way(self, load: OwnLoad) -> list[int]:
-        """Returns the names of the early requests to stop now, because own requests need their room or they no longer pay."""
+        """Returns the names of early requests to stop, because other requests need their room or they save no more time."""
         running = self.num_running
         if not running:
             self._num_waits = 0
@@ -283,7 +284,7 @@ class EarlyRequests:
         return starts
 
     def _note_start(self, start: EarlyStart, num_own: int) -> None:
-        """Adds to `delay_s` how long own requests wait while the prompt and the known text of a new request are computed."""
+        """Adds to `delay_s` the time in which the engine computes the prompt and the known text of a new early request."""
         prompt = tuple(start.row.prompt)
         num_rows = len(start.drafts) // TOKEN_BYTES + (0 if prompt in self._prompts else len(prompt))
         self._prompts.add(prompt)

@@ -56,7 +56,7 @@ class EarlyStart:
     prefix: tuple[int, ...] = ()
     """Given beginning of the response. For a branch, this is the text up to the near-tie, followed by the runner-up."""
     drafts: bytes = b""
-    """Token ids of the known text after the prompt and the prefix, which are used as drafts, as int32 numbers."""
+    """Token ids, as int32 numbers, of the known text after the prompt and the prefix. They are used as drafts."""
     branches: bytes = b""
     """Known branches of `drafts`, as `ahead_branches.pack` returns them."""
 
@@ -109,7 +109,7 @@ class EarlyTexts:
             rows: Requests of coming steps. If several save the same time, the first of them starts first.
             flips: Model of how far the next weight update will move scores.
             most_branches: Largest number of branches of a request, or 0 for none.
-            kept: Share of the tokens made ahead that a weight update leaves right, as earlier updates have shown.
+            kept: Share of the tokens made ahead that a weight update leaves unchanged, as earlier updates have shown.
             names: Iterator of new numbers, which become the names of requests.
         """
         self.most_branches = most_branches
@@ -121,7 +121,8 @@ class EarlyTexts:
         self.most_steps_ahead = max((row.steps_ahead for row in rows), default=1)
         """Largest number of weight updates until the step of a row."""
         self._seen = KeptCounts()
-        """How much of the older texts was right for rows whose text was started, stopped and started again."""
+        """Counts of how much of older texts agreed with the newer ones, for rows whose text was started, stopped and started
+        again."""
         self._by_name: dict[int, tuple[int, int]] = {}
         """Index of the row and number of the path that belong to each name."""
         self._running: dict[int, Worth] = {}
@@ -243,7 +244,7 @@ class EarlyTexts:
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
 
     def flips(self) -> KeptCounts:
-        """Returns how much of the texts of older weights was right under the engine's weights, for rows that were started."""
+        """Returns how much of the texts of older weights agreed with the engine's weights, for rows that were started."""
         seen = self._seen
         for flight in self._flights.values():
             if not (flight.is_known_now or flight.is_followed):

@@ -122,7 +122,7 @@ class OnePolicyStream:
         self._settled.set()
 
     def expect(self, scale: float) -> None:
-        """Sets how far the next weight update is expected to move the difference of two scores, in nats (`FlipModel`)."""
+        """Sets how far the next weight update is expected to move the difference between the scores of two tokens, in nats."""
         self._scale = scale
 
     def take_figures(self) -> EarlyFigures:
@@ -132,7 +132,7 @@ class OnePolicyStream:
         return figures if self._rolling is None else figures.plus(self._rolling.take_figures())
 
     def take_kept(self) -> KeptCounts:
-        """Returns how much of the texts of requests that started over was right, counted since the last call."""
+        """Returns how much of the texts of requests that started over agreed with the new responses, since the last call."""
         counts = self._kept
         self._kept = KeptCounts()
         return counts
@@ -199,7 +199,7 @@ class OnePolicyStream:
         return (TextAhead(b"") if text is None else text).with_made(made)
 
     def _count(self, known: TextAhead | None, made: Sequence[int], *, is_interrupted: bool) -> None:
-        """Counts a request that has ended or was interrupted, and how much of the text that it brought along was right."""
+        """Counts a request that has ended or was interrupted, and compares its tokens with the text that it brought along."""
         self._interrupted.ended(is_interrupted=is_interrupted)
         if known is not None and known.tokens and len(made):
             self._kept = self._kept.plus(compare(known.upto(len(made)) if is_interrupted else known, made))

@@ -153,8 +153,8 @@ class Rolling:
     def _open(self, engine: Any, rows: Sequence[EarlyRow], scale: float, kept: float) -> EarlyRequests:
         """Returns the early requests of a new plan. `engine` is vLLM's object that knows its config and its requests.
 
-        `scale` is how far the next weight update is expected to move the difference of two scores, in nats (`FlipModel`).
-        `kept` is the share of the tokens made ahead that earlier updates have left right.
+        `scale` is how far the next weight update is expected to move the difference between the scores of two tokens, in nats
+        (`FlipModel`). `kept` is the share of the tokens made ahead that earlier updates have left unchanged.
         """
         assert self._early is None, "the plan before has not ended"
         texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)

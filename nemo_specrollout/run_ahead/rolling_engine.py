@@ -33,15 +33,15 @@ class RollingEngine(Rolling):
         self._native: dict[str, Any] = {}
         """The engine's own methods while they are wrapped, by name."""
         self._seen_own = 0
-        """Number of own requests at the latest check."""
+        """Number of the engine's own requests at the latest check."""
         self._steps_left = 0
         """Number of engine steps until the next check."""
 
     def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
         """Starts a plan with requests of coming steps (`rows`), the most urgent ones first. An earlier plan must have ended.
 
-        `scale` is how far the next weight update is expected to move the difference of two scores, in nats (`FlipModel`).
-        `kept` is the share of the tokens made ahead that earlier updates have left right.
+        `scale` is how far the next weight update is expected to move the difference between the scores of two tokens, in nats
+        (`FlipModel`). `kept` is the share of the tokens made ahead that earlier updates have left unchanged.
         """
         self._open(self._engine, rows, scale, kept)
         self._steps_left = 0
@@ -119,7 +119,7 @@ class RollingEngine(Rolling):
     # Early requests
 
     def _look_if_due(self, early: EarlyRequests) -> None:
-        """Starts and stops early requests if own requests have come or gone, or after `LOOK_STEPS` engine steps."""
+        """Starts and stops early requests if other requests have come or gone, or after `LOOK_STEPS` engine steps."""
         num_own = self._get_num_unfinished_requests()
         if num_own == self._seen_own and self._steps_left > 0:
             self._steps_left -= 1

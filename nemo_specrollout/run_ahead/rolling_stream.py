@@ -54,10 +54,13 @@ class RollingStream(Rolling):
         """Tasks of early requests by name, including tasks whose requests vLLM has not released yet."""
         self._changed = asyncio.Event()
         self._is_due = False
-        """Whether early requests may start. They may when own requests have come since the plan began or `wait` was called."""
+        """Whether early requests may start. They may when the engine got requests of its own since the plan began, or when
+        `wait` was called."""
 
     async def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
-        """Starts a plan with requests of coming steps (`rows`). They are decoded in free slots once own requests have come.
+        """Starts a plan with requests of coming steps (`rows`).
+
+        They are decoded in free slots once the engine has other requests.
 
         For the arguments see `RollingEngine.plan`.
         """
@@ -154,7 +157,7 @@ class RollingStream(Rolling):
         return load._replace(num_requests=num_requests, is_waiting=load.is_waiting or num_requests > load.num_requests)
 
     def _give_way(self) -> None:
-        """Stops early requests that take room which own requests need, or that no longer pay."""
+        """Stops early requests that take room which the engine's own requests need, or that save no more time."""
         early = self._early
         if early is not None:
             names = early.give_way(self._load(early))

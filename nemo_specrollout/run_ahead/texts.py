@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts made ahead that an engine has for its requests, and counts of how much of these texts was right."""
+"""The texts made ahead that an engine has for its requests, and counts of how much of them agreed with the responses."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -29,12 +29,11 @@ class TextAhead:
     runners_up: bytes = b""
     """For each token, the token with the second-best score, as int32 numbers. It is known for as many tokens as `gaps`."""
     branches: tuple[AheadBranch, ...] = ()
-    """Texts that leave this text, or each other, at a near-tie, where they continue with the runner-up."""
+    """Branches of this text and of each other. Each one continues with the runner-up at a near-tie."""
     is_complete: bool = False
     """Whether the response has ended."""
     num_older: int = 0
-    """Number of tokens at the end that were sampled by older weights than the tokens before them. Their gaps are as old as
-    they."""
+    """Number of tokens at the end that were sampled, like their gaps, by older weights than the tokens before them."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,28 +63,30 @@ class TextAhead:
 
 
 class KeptCounts(NamedTuple):
-    """Counts of how much of the texts made ahead was right under the weights of their step."""
+    """Counts of how much of the texts made ahead agreed with the responses that newer weights have sampled."""
 
     num_made: int = 0
     """Number of tokens in the texts of requests that have ended, without branches."""
     num_kept: int = 0
-    """Number of these tokens that come before the first wrong token of their text."""
+    """Number of tokens of the texts that come before the first token where a text differs from its response."""
     num_right: int = 0
-    """Number of tokens that were drafted right, including tokens of a branch after the text's first wrong token."""
+    """Number of draft tokens that agreed with the responses, including those of branches after the text itself has
+    differed."""
     num_tokens: int = 0
     """Number of tokens in the responses of the same requests."""
     num_texts: int = 0
     """Number of texts that were compared with responses."""
     num_flips: int = 0
-    """Number of texts whose first wrong token has a known gap from the latest weights."""
+    """Number of texts that differ from their response at a token whose score gap is known from the latest weights. Only the
+    first such difference of a text counts."""
     num_runners_up: int = 0
-    """Number of the texts in `num_flips` in which the new weights sampled the runner-up instead of the wrong token."""
+    """Number of the texts in `num_flips` for which the new weights sampled the runner-up at this token."""
     num_followed: int = 0
-    """Number of branches that agreed with the response where the text, or the branch before, did not."""
+    """Number of branches that agreed with the response at the token where the text, or the branch before, differed from it."""
     num_brought: int = 0
     """Number of requests that had a text made ahead, including requests that have not ended."""
     gaps_G: Array = NO_GAPS
-    """Histogram of the gaps of the compared tokens up to the first wrong one, as `counts_of_gaps` returns it."""
+    """Histogram of the score gaps of the compared tokens up to the first difference, as `counts_of_gaps` returns it."""
 
     def plus(self, other: "KeptCounts") -> "KeptCounts":
         """Returns the sums of both objects' numbers."""
@@ -94,11 +95,10 @@ class KeptCounts(NamedTuple):
 
 
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
-    """Returns how much of a text was right under newer weights.
+    """Returns how much of a text made ahead agrees with the response that newer weights have sampled.
 
-    `response` has the token ids that the same request has sampled under these weights. `num_flips`, `num_runners_up` and
-    `gaps_G` leave out those tokens of the text that are more than one weight update old. So they show the effect of exactly
-    one update.
+    `response` has the token ids of this response. `num_flips`, `num_runners_up` and `gaps_G` leave out those tokens of the
+    text that are more than one weight update old. So they show the effect of exactly one update.
     """
     response = np.asarray(response, np.int32)
     kept = num_kept(text.tokens, response)
@@ -121,7 +121,7 @@ def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts
 
 
 def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
-    """Returns how many tokens the text and its branches had right, and how many branches were followed."""
+    """Returns how many tokens of the text and its branches agree with the response, and how many branches were followed."""
     path = first = followed = 0
     own = text.tokens
     while True:
@@ -139,7 +139,7 @@ def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
 
 
 class TextsAhead:
-    """Owns an engine's texts made ahead by the seeds of their requests, and the counts of how much of the texts was right.
+    """Owns an engine's texts made ahead, by the seeds of their requests. Counts how much of them agreed with responses.
 
     A request and its text have the same seed, so they have the same noise. They differ only from the token on where the new
     weights have sampled another one. Requests may come and end in several threads, because NeMo-RL's HTTP server has a thread
@@ -169,7 +169,7 @@ class TextsAhead:
     def followed(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
         """Passes on the outputs of a vLLM request with the sampling parameters `params`.
 
-        When the request ends, it counts how much of the text was right that the request had from the beginning.
+        When the request ends, it counts how much of the text that the request had from the beginning agrees with the response.
         """
         identity = (params.extra_args or {}).get(EXTRA_ARGS_KEY) or {}
         text = self.of(identity["seed"]) if "ahead" in identity else None
@@ -205,7 +205,7 @@ class TextsAhead:
         return sorted(range(len(seeds)), key=lambda i: -(mean if (length := expected[i]) is None else length))
 
     def compare(self, seed: int, response: Sequence[int] | np.ndarray) -> None:
-        """Counts how much of the text with this seed was right. A seed without a text is ignored.
+        """Counts how much of the text with this seed agrees with the response. A seed without a text is ignored.
 
         `response` has the token ids that the request has sampled.
         """
@@ -218,7 +218,7 @@ class TextsAhead:
             self._kept = self._kept.plus(counts)
 
     def take_kept(self) -> KeptCounts:
-        """Returns how much of the texts was right, counted since the last call."""
+        """Returns how much of the texts agreed with the responses, counted since the last call."""
         with self._lock:
             counts = self._kept
             self._kept = KeptCounts()

@@ -126,7 +126,7 @@ class PlainRollout:
 
 
 class EarlyPrices(NamedTuple):
-    """Measured times of an engine in seconds, from which it is computed what early requests cost and save."""
+    """Measured times of an engine in seconds, from which the cost and the gain of early requests are computed."""
 
     seconds_R: Array
     """Predicted seconds of an engine step without drafts, by its number of requests. The last number also stands for steps
@@ -189,7 +189,10 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
 
 
 def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
-    """Returns `num_early` for an engine that has own requests. `gain_E` is the gain of the first 1, 2, ... early requests."""
+    """Returns `num_early` for an engine that has requests of its own.
+
+    `gain_E` is the gain of the first 1, 2, ... early ones.
+    """
     cost_E = prices.steps_beside(num_own, len(gain_E)) - prices.step_s(num_own)
     best = int((gain_E - cost_E).argmax())
     return best + 1 if gain_E[best] > cost_E[best] else 0

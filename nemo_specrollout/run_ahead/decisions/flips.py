@@ -13,14 +13,14 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 _SMALLEST, _LARGEST = 1e-6, 16.0
-"""Bounds of gaps and scales in nats. A gap below the smaller bound counts as a tie. No update flips a gap above the larger
-one."""
+"""Bounds of gaps and scales in nats. A gap below the smaller bound counts as a tie. If a gap is above the larger one, no
+weight update changes the token."""
 _EDGES_G = np.geomspace(_SMALLEST, _LARGEST, 240)
 _CENTRES_G = np.concatenate([[_SMALLEST], np.sqrt(_EDGES_G[1:] * _EDGES_G[:-1]), [_LARGEST]])
 _UNSEEN_FLIPS = 0.5
 """Number of flips that is added to the count, so that the estimate is not zero before the first flip (Jeffreys prior)."""
 _KEPT = 0.5
-"""Factor by which each weight update reduces the weight of what earlier updates have shown, because their size changes."""
+"""Factor by which each weight update reduces the weight of what earlier ones have shown, because updates change in size."""
 
 
 def counts_of_gaps(gap_P: Array) -> Array:
@@ -29,11 +29,13 @@ def counts_of_gaps(gap_P: Array) -> Array:
 
 
 class FlipModel:
-    """Learns how far weight updates move the difference of two scores. This is described by one number, the scale.
+    """Learns how far weight updates move the difference between the scores of two tokens.
 
-    The change of the difference is assumed to have a logistic distribution with this scale. So a gap of zero flips in half of
-    the cases, and a gap that is many times the scale hardly ever flips. Gaps are counted in bins, so the time of an estimate
-    does not depend on the number of tokens.
+    One number describes this, the scale.
+
+    The change of the difference is assumed to have a logistic distribution with this scale. So a token changes in half of the
+    cases if the gap between the best two scores is zero, and hardly ever if the gap is many times the scale. Gaps are counted
+    in bins, so the time of an estimate does not depend on the number of tokens.
     """
 
     LEARNED: ClassVar = ("scale", "_gaps_G", "_num_flips")
@@ -58,7 +60,10 @@ class FlipModel:
         self._num_flips = _KEPT * self._num_flips
 
     def probability(self, gap_P: Array) -> Array:
-        """Returns for each gap, in nats, the probability that a weight update flips it, float64."""
+        """Returns the probability that a weight update changes a token, float64 [P].
+
+        `gap_P` has for each token the gap between the best two scores, in nats.
+        """
         flips_P: Array = 1.0 / (1.0 + np.exp(np.minimum(np.asarray(gap_P, np.float64) / self.scale, 700.0)))
         return flips_P
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides for how many coming steps texts are made. Free slots limit the number, and so do the changes by weight updates.
+"""Decides for how many coming steps texts are made. Free slots limit the number, and so does what weight updates change.
 
 A text for the step after k weight updates is verified after each of them, and tokens that have changed are generated again. A
-token of the text is useful if all k updates leave it right.
+token of the text is useful if all k updates leave it unchanged.
 
 A phase is the time between two updates. If texts are made for k coming steps, each text is made in k + 1 phases. So a phase
 takes about 1 / (k + 1) of the engine steps of the longest text. The k-th coming step therefore saves 1/k - 1/(k + 1) of the
@@ -20,9 +20,10 @@ from typing import ClassVar, NamedTuple
 from nemo_specrollout.config.block import MOST_STEPS_AHEAD
 
 _ASSUMED_KEPT = 0.95
-"""Share of a text that a weight update is assumed to leave right, before the first update is observed."""
+"""Share of a text that a weight update is assumed to leave unchanged, before the first update is observed."""
 _ASSUMED_PRICE = 0.15
-"""Assumed time of a verified row, as a share of the time that a right token saves, before it is measured."""
+"""Assumed time of a verified row, as a share of the time that a token saves if it is accepted. It holds until it is
+measured."""
 _NEW = 0.5
 """Weight of the latest weight update relative to all earlier ones, because updates change in size during a run."""
 
@@ -47,9 +48,10 @@ class StepsAhead:
         self._reach = 1
         """Number of coming steps for which engines had enough free slots to start at least one request."""
         self.kept = _ASSUMED_KEPT
-        """Share of the tokens of a text that a weight update leaves right."""
+        """Share of the tokens of a text that a weight update leaves unchanged."""
         self.price = _ASSUMED_PRICE
-        """Time by which a verified row makes an engine step longer, as a share of the time that a right token saves."""
+        """Time by which a verified row makes an engine step longer, as a share of the time that a token saves if it is
+        accepted."""
 
     def is_sound(self) -> bool:
         """Returns whether fields that were loaded from a file are valid.
@@ -59,7 +61,7 @@ class StepsAhead:
         return 0.0 <= self.kept <= 1.0 and self.price >= 0.0 and self._reach >= 1
 
     def observe_kept(self, num_made: int, num_right: int) -> None:
-        """Learns from one weight update, after which `num_right` of the `num_made` tokens of a step's texts were right."""
+        """Learns that after an update `num_right` of the `num_made` tokens of a step's texts agreed with the responses."""
         if num_made > 0:
             share = min(num_right / num_made, 1.0)
             self.kept += _NEW * (share - self.kept)
@@ -83,14 +85,14 @@ class StepsAhead:
         self._reach = (all_begun.index(False) if False in all_begun else len(all_begun)) + 1
 
     def gain(self, steps: int) -> float:
-        """Returns what the last of `steps` coming steps gains, as a share of the time of a rollout without drafts."""
+        """Returns what the last one of `steps` coming steps gains, as a share of the time of a rollout without drafts."""
         return self.kept**steps / (steps * (steps + 1)) - self.price - (1.0 - self.kept)
 
     @property
     def steps(self) -> int:
-        """Number of coming steps to plan.
+        """Number of coming steps to plan. It is at least 1.
 
-        It is at least 1, because engines start no request that does not pay, so one step costs nothing.
+        One step costs nothing, because engines start only requests that save time.
         """
         pays = next((k for k in range(1, self._most + 1) if self.gain(k) <= 0.0), self._most + 1) - 1
         return max(1, min(self._reach, pays, self._most))
