@@ -6,7 +6,8 @@ drafts for each request. At depth 0 this drafter drafts nothing, and only reads 
 
 The functions choose what gives the most tokens per second, which is the expected number of tokens of a step divided by its
 seconds. The expected number of tokens is computed from a histogram of the drafts' survival. The mean survival would not be
-enough. Where rows are expensive, drafts of mean survival may not pay, although the surest drafts do.
+enough. Where rows are expensive, drafts of mean survival may cost more time than they save, although the surest drafts save
+time.
 
 Shapes: B requests, K draft positions, F drafting depths, Q bins of survival, N numbers of drafts.
 """

@@ -4,8 +4,8 @@
 A speculation policy reads no clock. So all ranks of an engine decide alike if they get the same costs and counts.
 
 In this file a step is an engine step. The drafting depth of a step is the number of tokens that the drafter with weights
-drafts for each request. A look is a try of drafts that would normally be left out, because drafts that do not pay now may pay
-later.
+drafts for each request. A look is a try of drafts that would normally be left out. Drafts that save no time now may save some
+later, and only a look shows that.
 
 Shapes: K draft positions, F = K + 1 drafting depths from 0 on, Q bins of survival.
 """
@@ -361,8 +361,8 @@ class AutoPolicy(SpeculationPolicy):
     def _is_worth_a_look(self, num_requests: int) -> bool:
         """Returns whether a look at drafters without weights is cheap enough to be made whenever the batch changes.
 
-        If requests are short it is not, because then the batch changes very often. Such looks have to wait until they are paid
-        for.
+        If requests are short it is not, because then the batch changes very often. Such looks have to wait until `LookClock`
+        has saved enough time.
         """
         assert self.costs is not None
         look_s = PATIENCE * (self.costs.text_s + self.costs.verify_s)

@@ -23,7 +23,7 @@ MAX_CHANGES = 64
 """When a decision has started and stopped this number of attempts, it makes no further plan. Its last plan may exceed the
 number."""
 MAX_UNIMPROVABLE = 16
-"""When no change pays for this number of engines, the tail policy looks at no further engines."""
+"""When no change gains enough time for this number of engines, the tail policy looks at no further engines."""
 LEAST_CHANCE = 0.05
 """Probability of winning below which a racer gives up."""
 RACE_PREMIUM = 0.01
