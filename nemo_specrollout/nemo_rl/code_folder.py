@@ -19,7 +19,7 @@ NUMBA_CACHE = {"NUMBA_CACHE_DIR": f"/tmp/nemo_specrollout_numba_{os.getuid()}"}
 
 
 def copy_code(folder: Path) -> None:
-    """Makes `folder` a copy of the code. Other processes see either all of the copy or what the folder held before.
+    """Makes `folder` a copy of this package's code. Other processes see either all of the copy or what the folder held before.
 
     Raises OSError, for example on a full disk, and leaves no partial copy behind.
     """
@@ -40,7 +40,7 @@ def copy_code(folder: Path) -> None:
 
 
 def code_folder(parent: Path) -> Path:
-    """Returns a folder in `parent` that has only the code, and makes it if it is not there.
+    """Returns a folder in `parent` that has only this package's code, and makes it if it is not there.
 
     The folder's name has a hash of the code, so another version of the code gets another folder.
     """

@@ -69,7 +69,7 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
 
 
 class _SeededEngine(EngineActorCalls):
-    """What both kinds of engine actors share. Owns the seeds of the requests and the cache salt of their prompts."""
+    """Base of both kinds of engine actors. Owns the seeds of the requests and the cache salt of their prompts."""
 
     cfg: Any
     llm: Any

@@ -56,7 +56,7 @@ _TIMES = ("plain_estimate_s", "rollout_s")
 
 
 class SpecrolloutGeneration(VllmGeneration):
-    """Replaces NeMo-RL's `VllmGeneration`. Owns the seeds of its rows and, in one process of the run, the supervisor."""
+    """Replaces NeMo-RL's `VllmGeneration`. Owns the seeds of its rows and, in one process of the run, the `Supervisor`."""
 
     is_supervised_elsewhere = False
     """Whether another process than the one that builds the generation supervises the engines."""

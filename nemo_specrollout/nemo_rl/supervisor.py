@@ -80,7 +80,7 @@ class ExchangeDriver:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Context of a rollout of synchronous engines."""
+        """Context of a rollout in which synchronous engines share their requests."""
         self._call(StragglerExchange.begin)
         try:
             yield

@@ -18,7 +18,7 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 LOOK_STEPS = 8
-"""Number of engine steps after which the engine is checked again if no request has come or gone."""
+"""Number of engine steps between two checks of which early requests to start or stop, if no request comes or goes."""
 STARTS_AT_ONCE = 8
 """Most early requests that start in one engine step. Each start is a call of vLLM, so more of them would make the step
 long."""
@@ -37,14 +37,14 @@ class EarlyFigures:
     """What one engine, or several engines together, have done for requests of coming steps."""
 
     num_texts: int = 0
-    """Number of texts that were started."""
+    """Number of texts for coming steps that were started."""
     num_branches: int = 0
-    """Number of branches that were started."""
+    """Number of branches of texts that were started."""
     num_stopped: int = 0
     """Number of texts and branches that were stopped, because the engine's own requests needed room or they saved no more
     time."""
     num_tokens: int = 0
-    """Number of tokens that texts and branches have made."""
+    """Number of tokens that these texts and branches have made."""
     num_steps_beside: int = 0
     """Number of engine steps with both early requests and the engine's own ones."""
     num_steps_alone: int = 0
@@ -110,7 +110,7 @@ class EngineSize(NamedTuple):
         return -(-num_tokens // self.block_size)
 
     def blocks_soon(self, num_tokens: int, num_requests: int = 1) -> int:
-        """Returns the most blocks that requests with `num_tokens` tokens in total can take until the next check."""
+        """Returns the most KV cache blocks that requests with `num_tokens` tokens in total can take until the next check."""
         growth = self.step_tokens * (LOOK_STEPS + 2)  # with asynchronous scheduling, outputs are a step late
         return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # blocks that are not full
 
@@ -152,7 +152,7 @@ class EarlyRequests:
     size: EngineSize
     early: EarlyTexts
     longest: int = 0
-    """Number of tokens of the longest prompt with its known text."""
+    """Number of tokens of the longest prompt, including the known text for its request."""
     prices: EarlyPrices | None = None
     """Measured times of the engine. Until they are known, early requests run only while the engine has no others."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)
@@ -209,7 +209,7 @@ class EarlyRequests:
         return OwnLoad(len(own), self.size.num_blocks - num_blocks, is_waiting, tuple(sampled_S[i] for i in own))
 
     def set_prices(self, reply: tuple[Sequence[float], float] | None, lengths: Sequence[int]) -> None:
-        """Sets the prices from a reply of `specrollout_step_seconds`. `lengths` are those of a rollout's responses."""
+        """Sets `prices` from a reply of `specrollout_step_seconds`. `lengths` are the lengths of a rollout's responses."""
         if reply is not None:
             seconds_R = np.array(reply[0], np.float64)
             plain = PlainRollout(seconds_R, lengths or [1])
@@ -446,5 +446,5 @@ def _ends(params: Any, token_id: int) -> bool:
 
 
 def longest_of(rows: Iterable[Any]) -> int:
-    """Returns the number of tokens of the longest prompt with its known text, among rows of the type `EarlyRow`."""
+    """Returns the number of tokens of the longest prompt, including the known text for its request, among `EarlyRow`s."""
     return max((len(r.prompt) + (0 if r.known is None else r.known.num_tokens) for r in rows), default=0)

@@ -360,7 +360,7 @@ class EarlyTexts:
 
 
 def _num_older(flight: _Flight, num_left: int) -> int:
-    """Returns how many of the last `num_left` known tokens were made by weights before the current ones."""
+    """Returns how many of the last `num_left` known tokens were made by older weights than the current ones."""
     known = flight.row.known
     return min(num_left, known.num_older) if known is not None and flight.is_known_now else num_left
 

@@ -35,7 +35,7 @@ class RollingEngine(Rolling):
         self._seen_own = 0
         """Number of the engine's own requests at the latest check."""
         self._steps_left = 0
-        """Number of engine steps until the next check."""
+        """Number of engine steps until it is checked again which early requests to start or stop."""
 
     def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
         """Starts a plan with requests of coming steps (`rows`), the most urgent ones first. An earlier plan must have ended.

@@ -19,7 +19,7 @@ from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, Req
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
-"""Seconds after which the engine is checked again if no request has come or gone."""
+"""Seconds after which it is checked again which early requests to start or stop, if no request comes or goes."""
 
 
 class RollingStream(Rolling):
@@ -125,7 +125,7 @@ class RollingStream(Rolling):
     # Early requests
 
     async def _keep(self, early: EarlyRequests) -> None:
-        """Starts and stops early requests whenever something has changed, and at regular intervals."""
+        """Starts and stops early requests whenever other requests have come or gone, and after every `LOOK_S` seconds."""
         try:
             num_before = 0
             while self._early is early:  # a cancellation may be lost in vLLM's code
@@ -199,7 +199,7 @@ class RollingStream(Rolling):
                 self._tasks[name].cancel()
 
     def _tell(self, what: Callable[[], None]) -> None:
-        """Calls a function in the event loop of the plan, at once if this is that loop."""
+        """Calls the function `what` in the event loop of the plan. Calls it at once if the caller runs in this loop."""
         if self._early is None or self._loop is None:
             return
         try:

@@ -73,7 +73,7 @@ class KeptCounts(NamedTuple):
     """Number of draft tokens that agreed with the responses, including those of branches after the text itself has
     differed."""
     num_tokens: int = 0
-    """Number of tokens in the responses of the same requests."""
+    """Number of tokens in the responses of requests that have ended and had a text made ahead."""
     num_texts: int = 0
     """Number of texts that were compared with responses."""
     num_flips: int = 0

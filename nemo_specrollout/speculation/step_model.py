@@ -54,15 +54,15 @@ class DraftCosts(NamedTuple):
     """
 
     fixed_s: float = 0.0
-    """Seconds of the first pass, apart from those that grow with the number of unread tokens."""
+    """Seconds of the first forward pass, apart from those that grow with the number of unread tokens."""
     row_s: float = 0.0
-    """Seconds of the first pass for each unread token."""
+    """Seconds that the first forward pass takes for each unread token."""
     pass_s: float = 0.0
-    """Seconds of each further pass."""
+    """Seconds of each forward pass after the first one. It drafts one more token of each request."""
     token_s: float = 0.0
-    """Seconds to sample one draft token of one request."""
+    """Seconds that the drafter takes to sample one draft token of one request."""
     unsampled_s: float = 0.0
-    """Seconds by which the first pass is shorter if it only reads and drafts nothing."""
+    """Seconds by which the first forward pass is shorter if it only reads and drafts nothing."""
     least_depth: int = 1
     """The smallest number of tokens that the drafter drafts for each request, if it drafts at all."""
 

@@ -24,7 +24,7 @@ _KEPT = 0.5
 
 
 def counts_of_gaps(gap_P: Array) -> Array:
-    """Returns how many of the gaps, in nats, fall into each bin of `FlipModel`, float64 [G]."""
+    """Returns how many of the gaps between the best two scores, in nats, fall into each bin of `FlipModel`, float64 [G]."""
     return np.bincount(np.searchsorted(_EDGES_G, gap_P), minlength=len(_CENTRES_G)).astype(np.float64)
 
 

@@ -34,7 +34,7 @@ class Flight(NamedTuple):
     num_rows: int
     """Number of requests of the coming step that may be started early."""
     num_begun: int
-    """Number of these requests that have a text."""
+    """Number of requests of the coming step that have a text."""
 
 
 class StepsAhead:

@@ -58,7 +58,7 @@ class TailPolicy(Protocol):
     """Decides which requests move to another engine, and which are raced by several."""
 
     def decide(self, seen: TailObservation) -> TailDecision:
-        """Returns the attempts to start and to stop."""
+        """Returns which engines should start and stop to work on which requests."""
 
 
 class FastestOfN:
@@ -83,7 +83,7 @@ class FastestOfN:
         self.speeds = speeds
 
     def decide(self, seen: TailObservation) -> TailDecision:
-        """Returns the attempts to start and to stop."""
+        """Returns which engines should start and stop to work on which requests."""
         forecast = TailForecast(seen, self.speeds)
         if not (seen.capacity_E > 0).any():
             return TailDecision()
