@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out the task of each row (sample) that NeMo-RL's rollouts request. `tasks_without_drafts` needs the tasks.
+"""Finds out the task of each row (sample) that NeMo-RL's rollouts request.
 
-NeMo-RL does not pass them to its generation.
+`tasks_without_drafts` needs the tasks, but NeMo-RL does not pass them to its generation.
 """
 
 import logging

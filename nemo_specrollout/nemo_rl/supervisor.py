@@ -93,9 +93,10 @@ class ExchangeDriver:
     ) -> Iterator[None]:
         """Context of a refit of asynchronous engines.
 
-        On entry it waits until all turns have ended, so that no engine decodes requests of others. Every `patience_s` seconds
-        it reports which engines it waits for. An engine that ends no turn within `silence_s` seconds leaves the exchange for
-        good. Raises EngineStillDecodes if the engine does not even stop its requests within another `leave_s` seconds.
+        On entry it waits until all turns have ended, so that no engine decodes requests of other engines. Every `patience_s`
+        seconds it reports which engines it waits for. An engine that ends no turn within `silence_s` seconds leaves the
+        exchange for good. Raises EngineStillDecodes if this engine does not stop its requests within another `leave_s`
+        seconds.
         """
         try:
             for engine, waited_s in self._silent_engines(patience_s, silence_s):

@@ -106,7 +106,7 @@ class RunAhead:
         self._thread: threading.Thread | None = None
 
     def keep(self, config: LearnedConfig, model: str, *, resumes: bool) -> None:
-        """From now on writes to a file what weight updates teach. A run that resumes begins with what the file has."""
+        """From now on writes what weight updates teach to a file. A run that resumes begins with what the file has."""
         self._kept = KeptUpdates(self._coming, config, model, begins_again=self._begins_again)
         self._kept.begin(resumes=resumes)
 

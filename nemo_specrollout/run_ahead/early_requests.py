@@ -73,7 +73,7 @@ class EarlyFigures:
 
 @dataclass(frozen=True)
 class EarlyMade:
-    """What an engine returns at the end of a plan, which is mainly the texts that it has made for coming steps."""
+    """What an engine returns when a plan of early requests ends, which is mainly the texts that it has made."""
 
     texts: dict[int, TextAhead]
     """All known texts of the plan's requests, by their seeds."""
@@ -237,7 +237,7 @@ class EarlyRequests:
         self._noted_s = now
 
     def give_way(self, load: OwnLoad) -> list[int]:
-        """Returns the names of early requests to stop, because other requests need their room or they save no more time."""
+        """Returns the names of early requests to stop, because others need their room or they do not save time any more."""
         running = self.num_running
         if not running:
             self._num_waits = 0

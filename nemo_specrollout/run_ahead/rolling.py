@@ -89,10 +89,10 @@ class Question:
 
 
 class Rolling:
-    """Owns the early requests of an engine's plan, if it has one, and what was learned in earlier plans. Never waits.
+    """Owns the early requests of an engine, which are those of coming steps and branches. Never waits.
 
-    An early request is one of a coming step, or a branch. Subclasses have the methods `plan` and `end`. The engine has a plan
-    from `plan` until `end`, and this object is idle otherwise.
+    A plan says which early requests the engine may decode. It lasts from the call of `plan` until that of `end`, which are
+    methods of the subclasses. Without a plan this object is idle. It also owns what was learned in earlier plans.
     """
 
     def __init__(self, request_of: RequestOf, most_branches: int) -> None:

@@ -18,8 +18,9 @@ from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, Req
 class RollingEngine(Rolling):
     """Decodes early requests, which are those of coming steps, beside the own requests of a `vllm.LLM`.
 
-    The engine has a plan from `plan` until `end`, and this object is idle otherwise. It owns the early requests of the plan.
-    After a plan the engine is as before, except that the numbers of early requests continue in the next plan.
+    A plan says which early requests the engine may decode. It lasts from `plan` until `end`, and this object is idle
+    otherwise. It owns the early requests of the plan. After a plan the engine is as before, except that the numbers of early
+    requests continue in the next plan.
 
     Invariant: the wrapped methods return outputs and counts of the engine's own requests only. Early requests never make the
     caller step the engine more often than its own requests need.

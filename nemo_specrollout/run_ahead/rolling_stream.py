@@ -25,9 +25,9 @@ LOOK_S = 0.02
 class RollingStream(Rolling):
     """Decodes early requests, which are those of coming steps, beside the own requests of an `AsyncLLM`.
 
-    The engine has a plan from `plan` until `end`, and this object is idle otherwise. It owns the early requests of the plan
-    with a task for each, and the task that starts and stops them. It counts the engine's own running requests, all of which
-    pass through `own`.
+    A plan says which early requests the engine may decode. It lasts from `plan` until `end`, and this object is idle
+    otherwise. It owns the early requests of the plan with a task for each, and the task that starts and stops them. It counts
+    the engine's own running requests, all of which pass through `own`.
 
     Invariant: if the engine has more requests than slots, all of its early requests were told to stop.
 

@@ -25,7 +25,7 @@ class TextAhead:
     gaps: bytes = b""
     """For each token, the difference between its score and the runner-up's, in nats, as float16 numbers.
 
-    For the last tokens the difference may not be known. Then the numbers end earlier."""
+    For the last tokens the difference may not be known. Then there are fewer numbers than tokens."""
     runners_up: bytes = b""
     """For each token, the token with the second-best score, as int32 numbers. It is known for as many tokens as `gaps`."""
     branches: tuple[AheadBranch, ...] = ()
