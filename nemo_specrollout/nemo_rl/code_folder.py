@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder with nothing but this package's code, through which Python environments without the package import it.
+"""A folder that has only the code of this package, from which Python environments without the package import it.
 
-NeMo-RL runs its driver and its actors in environments of their own, which get the folder through PYTHONPATH. A folder such
-as `site-packages` cannot be used, because its other packages would replace those of the environments.
+NeMo-RL runs its driver and its actors in environments of their own, which find the folder through PYTHONPATH. A folder such as
+`site-packages` would not do, because the other packages in it would replace those of the environments.
 """
 
 import errno
@@ -15,11 +15,11 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGE = "nemo_specrollout"
 PYTHONPATH = "PYTHONPATH"
 NUMBA_CACHE = {"NUMBA_CACHE_DIR": f"/tmp/nemo_specrollout_numba_{os.getuid()}"}
-"""Environment of engines, so that they do not all write compiled kernels beside the code on a shared disk."""
+"""Environment variables of engines, so that they do not all write compiled kernels beside the code on a shared disk."""
 
 
 def copy_code(folder: Path) -> None:
-    """Makes `folder` a copy of the code, atomically, so that other processes see either all of it or the former content.
+    """Makes `folder` a copy of this package's code. Other processes see either all of the copy or what the folder held before.
 
     Raises OSError, for example on a full disk, and leaves no partial copy behind.
     """
@@ -40,7 +40,10 @@ def copy_code(folder: Path) -> None:
 
 
 def code_folder(parent: Path) -> Path:
-    """Returns a folder in `parent` with nothing but the code. Its name is a hash, so another version gets another folder."""
+    """Returns a folder in `parent` that has only this package's code, and makes it if it is not there.
+
+    The folder's name has a hash of the code, so another version of the code gets another folder.
+    """
     folder = parent / f"addon-{_fingerprint()}"
     if not folder.is_dir():
         parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,7 @@ def is_on_pythonpath() -> bool:
 
 
 def pythonpath_with(folder: Path) -> str:
-    """Returns PYTHONPATH with `folder` in front."""
+    """Returns the value of PYTHONPATH with `folder` in front."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(PYTHONPATH)]))
 
 
@@ -65,7 +68,7 @@ def _files() -> list[Path]:
 
 
 def _fingerprint() -> str:
-    """Returns 12 hexadecimal digits that depend on names and content of all files."""
+    """Returns 12 hexadecimal digits that depend on the names and the content of all files of the code."""
     digest = hashlib.sha256()
     for file in _files():
         digest.update(f"{file.relative_to(_ROOT)}\0".encode() + file.read_bytes())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the rows of a coming step that are decoded early (`run_ahead`), and computes their seeds."""
+"""Chooses the rows (samples) of a coming step that are worth decoding early for `run_ahead`, and computes their seeds."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,23 +25,23 @@ class NextPrompt:
 
     token_ids: list[int]
     task: str | None = None
-    """Name of its task, or None if the data loader does not name tasks."""
+    """Name of the prompt's task, or None if the data loader does not name tasks."""
     index: int | None = None
-    """Its row of the dataset, or None if the data loader does not number them."""
+    """Index of the prompt in the dataset, or None if the data loader does not number prompts."""
     has_media: bool = False
-    """True if images, videos or audio belong to it, which its tokens alone do not bring to the engine."""
+    """Whether images, videos or audio belong to the prompt. The token ids alone do not bring these to the engine."""
     gym_row: Mapping[str, Any] | None = None
-    """NeMo-Gym's row, if an agent writes the prompt. In this case `token_ids` is not the prompt."""
+    """NeMo-Gym's row, if an agent of NeMo-Gym writes the prompt. Then `token_ids` is not the prompt."""
 
 
 def early_rows(
     prompts: Iterable[NextPrompt], samples_per_prompt: int, seeds: RowSeeds, opt_out: TaskOptOut
 ) -> list[EarlyRow]:
-    """Returns the rows of a coming step that are worth decoding early, in the order of that step.
+    """Returns the rows (samples) of a coming step that are worth decoding early, in the order of that step.
 
-    A row is left out if its text would never be a draft, which holds for tasks without drafts, or would not be the policy's
-    answer, which holds for prompts with media. A row that is left out takes its seed all the same, because its step counts
-    it too when it numbers rows of equal content.
+    Rows of tasks without drafts are left out, because their texts would never be drafts. Rows of prompts with media are left
+    out as well, because their texts would not be the policy's answers. Even a row that is left out takes a seed, because its
+    step also counts it when it numbers rows with the same content.
     """
     samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
     return _worth_decoding(samples, seeds.seeds([prompt.token_ids for prompt in samples]), opt_out)
@@ -50,7 +50,10 @@ def early_rows(
 def early_rows_of_samples(
     prompts: Iterable[NextPrompt], samples_per_prompt: int, run_seed: int, epoch: int, opt_out: TaskOptOut
 ) -> list[EarlyRow]:
-    """Returns the same as `early_rows`, for the SingleController, under which seeds follow from dataset row and epoch."""
+    """Returns the rows that are worth decoding early, as `early_rows` does, in a run with NeMo-RL's SingleController.
+
+    There a row's seed follows from the index of its prompt in the dataset and from the epoch.
+    """
     samples = [(prompt, i) for prompt in prompts if prompt.index is not None for i in range(samples_per_prompt)]
     seeds = [
         sample_seed(run_seed, Sample(prompt.index, i, epoch), prompt.token_ids)
@@ -67,12 +70,12 @@ def early_gym_rows(
     run_seed: int,
     draftless: Collection[str],
 ) -> list[EarlyRow]:
-    """Returns early rows for NeMo-Gym, which are the first requests of all samples whose prompts are known.
+    """Returns the rows of NeMo-Gym that are worth decoding early. They are the first requests of samples with known prompts.
 
     Args:
-        rows: One for each prompt of the step.
-        prompts: Token ids with which an agent begins each row, or None where they are not known.
-        seeds: The seeds of each row's samples, as `gym_row_with_seed` gets them when the step comes.
+        rows: NeMo-Gym's rows, one for each prompt of the step.
+        prompts: Token ids with which an agent begins each row, or None if they are not known.
+        seeds: Seeds of each row's samples, as `gym_row_with_seed` will get them when the step comes.
         run_seed: Seed of the run.
         draftless: Names of the agents whose rows are decoded without drafts.
     """

@@ -57,11 +57,11 @@ LAST_WEIGHT_CALLS = (
 _NOTHING = EarlyMade({}, EarlyFigures())
 
 _rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=None)
-"""Rows of the `generate` call that is running in this context."""
+"""Rows (samples) of the `generate` call that runs in this context."""
 
 
 def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
-    """Returns the rows of `data`, or None if the generation that made `data` is not ours."""
+    """Returns the rows (samples) of `data`, or None if `data` does not come from `SpecrolloutGeneration`."""
     columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY, RECORD_KEY)]
     if any(column is None for column in columns):
         return None
@@ -69,19 +69,19 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
 
 
 class _SeededEngine(EngineActorCalls):
-    """What both kinds of engine actors share. Owns the seeds of the requests and the cache salt of their prompts."""
+    """Base of both kinds of engine actors. Owns the seeds of the requests and the cache salt of their prompts."""
 
     cfg: Any
     llm: Any
     _vllm_config: Any
     _racing: Any = None
-    """The engine's side of the exchange of requests, or None before the engine has joined it."""
+    """The engine's part in the exchange of requests, or None before the engine has joined the exchange."""
     _most_branches: int = 0
-    """Most branches of a text that is made ahead."""
+    """Largest number of branches of a text that is made ahead."""
     _made_awake: EarlyMade | None = None
-    """The texts of coming steps that the engine had made when it was put to sleep, kept until somebody asks for them."""
+    """What the engine had made for coming steps when it was put to sleep. It is kept until the driver asks for it."""
     _recorder: RequestRecorder | None = None
-    """None if the run records no rows."""
+    """Records requests for an audit, or None if the run records none."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         block = block_of(self.cfg)
@@ -101,7 +101,7 @@ class _SeededEngine(EngineActorCalls):
         return result
 
     def _early_request(self, start: EarlyStart) -> tuple[Any, Any]:
-        """Returns vLLM's prompt and sampling parameters of a request of a coming step.
+        """Returns vLLM's prompt and sampling parameters for a request of a coming step.
 
         The parameters are None if nothing is left to decode.
         """
@@ -114,15 +114,15 @@ class _SeededEngine(EngineActorCalls):
         return {"prompt_token_ids": [*prompt, *start.prefix]}, early_params(params, start)
 
     def specrollout_texts_ahead(self, texts: dict[int, TextAhead]) -> None:
-        """Receives the texts that engines have made ahead for the rows to come, by the seed of the row."""
+        """Receives the texts that engines have made ahead for the step that begins now, by the seeds of their requests."""
         self._request_seeds.texts.replace(texts)
 
     def specrollout_take_kept(self) -> KeptCounts:
-        """Returns how many tokens of texts made ahead were right since the last call."""
+        """Returns how much of the texts made ahead agreed with the responses, counted since the last call."""
         return self._request_seeds.texts.take_kept()
 
     def _rows_ended(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
-        """Records rows for an audit, and counts the leading tokens that each row shares with its text made ahead."""
+        """Records rows (samples) for an audit, and counts how much of the texts made ahead for them agrees with them."""
         if not rows:
             return
         starts = data["input_lengths"].tolist()
@@ -135,14 +135,14 @@ class _SeededEngine(EngineActorCalls):
                 self._recorder.ended(row.seed, text[:start].copy(), text[start:end].copy(), of_text[start:end].copy())
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls vLLM's own method, which `_generate_with_seeds` hides."""
+        """Calls vLLM's own `generate`, which `_generate_with_seeds` hides."""
         return type(self.llm).generate(self.llm, *args, **kwargs)
 
     def _reply(self, method: str, arguments: Sequence[Any], replies: Sequence[Any]) -> Any:
-        """Does this actor's own part of a call, and returns the reply of the only vLLM worker that does not reply None.
+        """Does this actor's own part of a call of the vLLM workers, and returns the only reply that is not None.
 
-        This actor derives seeds for requests that bring none, so it adds their number to the totals, and it notes each
-        policy version because derived seeds depend on it. At the end of a step it writes the recorded rows.
+        It notes each policy version, because derived seeds depend on it. It adds the number of derived seeds to the totals. At
+        the end of a step it writes the recorded rows.
         """
         if method == WorkerCalls.specrollout_policy_is.__name__:
             self._request_seeds.begin_version(int(arguments[0]))
@@ -160,9 +160,9 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
     """Engine actor around a synchronous engine."""
 
     _num_generated = 0
-    """Calls of `generate` that have ended."""
+    """Number of calls of `generate` that have ended."""
     _rolling: RollingEngine | None = None
-    """Decodes rows of coming steps, once any was planned."""
+    """Decodes requests of coming steps, or None before any were planned."""
 
     def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._create_engine(*args, **kwargs)
@@ -188,7 +188,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return [output for _, output in sorted(zip(order, outputs, strict=True), key=itemgetter(0))]
 
     def _in_order(self, prompts: Sequence[Any], params: Sequence[Any], **kwargs: Any) -> Sequence[Any]:
-        """Returns vLLM's outputs of rows, which start in this order as slots become free."""
+        """Returns vLLM's outputs of requests, which start in the given order as slots become free."""
         if self._racing is None:
             native: Sequence[Any] = self._generate(prompts, params, **kwargs)
             return native
@@ -198,7 +198,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return outputs
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
-        """Generates as NeMo-RL does. An engine that has no rows helps the other engines."""
+        """Generates as NeMo-RL does. An engine without requests of its own helps the other engines."""
         if self._racing is not None and not len(data["input_ids"]):
             self._racing.generate([], [], list)
         rows = _rows_of(data)
@@ -214,7 +214,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
             self._num_generated += 1
 
     def shutdown(self) -> bool:
-        """Ends the engine, when all rows are on disk."""
+        """Ends the engine after all recorded rows are on disk."""
         if self._recorder is not None:
             self._recorder.rows.settle()
         is_down: bool = super().shutdown()
@@ -230,26 +230,26 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         self._racing = TurnShard(self.llm, engine, partial(ask_exchange, actor, engine), idle)
 
     def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
-        """Receives rows of coming steps, which the engine decodes in free slots (`EngineActorCalls`)."""
+        """Receives requests of coming steps, which the engine decodes in free slots (`EngineActorCalls`)."""
         self._roll().plan(rows, scale, kept)
 
     def _roll(self) -> RollingEngine:
-        """Returns the object that decodes rows of coming steps in this engine. It is idle until some are planned."""
+        """Returns the object that decodes requests of coming steps in this engine. It is idle until some are planned."""
         self._rolling = self._rolling or RollingEngine(self.llm, self._early_request, self._most_branches)
         return self._rolling
 
     def specrollout_run_ahead(self, seconds: float, after: int) -> bool | None:
-        """Decodes rows of coming steps for about `seconds`, while the engine has nothing else to do.
+        """Decodes requests of coming steps for about `seconds`, while the engine has nothing else to do.
 
-        Returns whether any rows are left. Returns None and decodes nothing if fewer than `after` calls of `generate` have
-        ended.
+        Returns whether there are more of them to decode. Returns None and decodes nothing if fewer than `after` calls of
+        `generate` have ended.
         """
         if self._num_generated < after:
             return None
         return self._rolling is not None and self._rolling.slice(seconds)
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Removes all rows of coming steps from the engine. Returns what was made of them, even if the engine sleeps now."""
+        """Removes all requests of coming steps from the engine. Returns what was made of them, even if the engine sleeps."""
         made = self._made_awake
         self._made_awake = None
         if made is not None:
@@ -257,13 +257,13 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return _NOTHING if self._rolling is None else self._rolling.end(keeps_cache=keeps_cache)
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        """Puts the engine to sleep. Because this drops all KV, rows of coming steps are removed first, whoever calls it."""
+        """Puts the engine to sleep. Removes requests of coming steps first, because sleep drops their KV, whoever calls it."""
         if self._rolling is not None and self._rolling.has_plan:
             self._made_awake = self._rolling.end(keeps_cache=False)
         return super().sleep(*args, **kwargs)
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """Calls a method of our vLLM workers, by its name."""
+        """Calls a method of this package's vLLM workers by its name."""
         return self._reply(method, arguments, self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
@@ -271,13 +271,13 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """Engine actor around an asynchronous engine."""
 
     _prefixes: FreshPrefixes
-    """Decodes every request except the rows that `_one_policy` decodes."""
+    """Decodes every request that `_one_policy` does not decode."""
     _one_policy: OnePolicyStream | None = None
-    """Decodes rows that start over when weights change, or None if no rows do."""
+    """Decodes requests that start over when the weights change, or None if no requests do."""
     _new_kv: NewKv | None = None
-    """Recomputes the KV of running requests with new weights, or None if it is kept."""
+    """Recomputes the KV of running requests with new weights, or None if old KV is kept."""
     _rolling: RollingStream | None = None
-    """Decodes rows of coming steps, once any was planned."""
+    """Decodes requests of coming steps, or None before any were planned."""
 
     def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._create_engine(*args, **kwargs)
@@ -294,12 +294,12 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return result
 
     def _generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls vLLM's own method for a request that reuses no prefix cached by older weights."""
+        """Calls vLLM's own method for a request, which then reuses no prefix that older weights have cached."""
         outputs = self._prefixes.generate(prompt, params, *args, **kwargs)
         return outputs if self._rolling is None else self._rolling.own(outputs, params)
 
     def _generate_as_row(self, prompt: Any, params: Any, request_id: str) -> Any:
-        """Calls vLLM's own method for a row that starts between two weight updates (`OnePolicyStream`)."""
+        """Calls vLLM's own method for a request that may start over when the weights change (`OnePolicyStream`)."""
         outputs = super()._generate(self._salt.of(prompt), params, request_id=request_id)
         return outputs if self._rolling is None else self._rolling.own(outputs, params)
 
@@ -332,12 +332,12 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
             yield result
 
     def specrollout_take_kept(self) -> KeptCounts:
-        """Returns how many tokens of texts from before an update were right since the last call."""
+        """Returns how much of the texts of older weights agreed with the responses, counted since the last call."""
         kept = super().specrollout_take_kept()
         return kept if self._one_policy is None else kept.plus(self._one_policy.take_kept())
 
     async def shutdown(self) -> bool:
-        """Ends the engine, when all rows are on disk."""
+        """Ends the engine after all recorded rows are on disk."""
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.rows.settle)
         is_down: bool = await super().shutdown()
@@ -348,7 +348,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self.llm.vllm_config
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sets up NeMo-RL's HTTP server, whose imports work in newer vLLMs too. Clients may send a seed in a header."""
+        """Sets up NeMo-RL's HTTP server. It then works with newer vLLMs too, and clients may send a seed in a header."""
         lend_old_names()
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
@@ -358,9 +358,10 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return await chat_prompts(str(self.base_url), requests)
 
     async def reset_prefix_cache_async(self) -> bool:
-        """Replaces NeMo-RL's method, which asks vLLM to drop cached prefixes, because vLLM refuses that while requests run.
+        """Replaces NeMo-RL's method, which asks vLLM to drop cached prefixes. vLLM refuses this while requests run.
 
-        Later requests do not find the prefixes that are cached by now, even if other requests are still running.
+        After this call, requests no longer find the prefixes that were cached before, even if other requests are still
+        running.
         """
         self._salt.renew()
         return True
@@ -399,9 +400,10 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         await self._racing.leave("it ended no turn before new weights came")
 
     async def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
-        """Receives rows of coming steps, which the engine starts to decode in free slots (`EngineActorCalls`).
+        """Receives requests of coming steps, which the engine starts to decode in free slots (`EngineActorCalls`).
 
-        If requests start over when weights change, no rows are planned, and branches of these requests use the slots.
+        If requests start over when the weights change, no requests are planned. Then branches of the running requests use the
+        slots.
         """
         if self._one_policy is not None:
             self._one_policy.expect(scale)
@@ -411,13 +413,13 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         await self._rolling.plan(rows, scale, kept)
 
     async def specrollout_run_ahead(self, seconds: float, after: int) -> bool:
-        """Waits for about `seconds`, and returns whether any row of coming steps is left."""
+        """Waits for about `seconds`. Returns whether any requests of coming steps are left to decode."""
         return self._rolling is not None and await self._rolling.wait(seconds)
 
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Removes all rows of coming steps from the engine. Returns what was made of them, even if the engine sleeps now.
+        """Removes all requests of coming steps from the engine. Returns what was made of them, even if the engine sleeps.
 
-        If requests start over when weights change, nothing is removed, because their branches continue until then.
+        If requests start over when the weights change, nothing is removed, because their branches continue until then.
         """
         if self._one_policy is not None:
             return EarlyMade({}, self._one_policy.take_figures())
@@ -428,21 +430,21 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return _NOTHING if self._rolling is None else await self._rolling.end(keeps_cache=keeps_cache)
 
     async def sleep_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Puts the engine to sleep. Because this drops all KV, rows of coming steps are removed first, whoever calls it."""
+        """Puts the engine to sleep. Removes requests of coming steps first, because sleep drops their KV, whoever calls it."""
         if self._rolling is not None and self._rolling.has_plan:
             self._made_awake = await self._rolling.end(keeps_cache=False)
         return await super().sleep_async(*args, **kwargs)
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """Calls a method of our vLLM workers, by its name."""
+        """Calls a method of this package's vLLM workers by its name."""
         return self._reply(method, arguments, await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
 class SpecrolloutEngineActor(EngineActor):
-    """Ray's class of the engine actors of synchronous engines."""
+    """Ray's class for the engine actors of synchronous engines."""
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
 class SpecrolloutAsyncEngineActor(AsyncEngineActor):
-    """Ray's class of the engine actors of asynchronous engines."""
+    """Ray's class for the engine actors of asynchronous engines."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of an engine under NeMo-RL: its arguments, with the block put into effect, and the seeds of its requests."""
+"""Inputs of an engine under NeMo-RL, which are vLLM's arguments with the block put into effect, and the seeds of requests."""
 
 import asyncio
 import json
@@ -29,22 +29,24 @@ _WORKERS = {
     "VllmInternalWorkerExtensionWithCheckpointEngine": "nemo_specrollout.nemo_rl.vllm_workers.NemoRlCheckpointEngineWorker",
 }
 MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
-"""Key of vLLM's `additional_config`. True if the trainer does not train the policy's MTP layers, so no refit brings them."""
+"""Key of vLLM's `additional_config`. Its value is true if the trainer does not train the policy's MTP layers. Then no refit
+brings them, and they are loaded from the policy's folder."""
 HEADER = b"x-specrollout-seed"
 """HTTP header in which a client sends a seed if it cannot send one in the body."""
 _RENDERED_AT_ONCE = 16
-"""Number of coming prompts that the server renders at a time, so that requests of the step do not wait long behind them."""
+"""Number of prompts of coming steps that the HTTP server renders at a time. It is small so that requests of the current step
+do not wait long behind them."""
 _MOST_DIGITS = len(str(2**63))
-"""Most digits of a seed. Without a bound, Python raises an error for a number of several thousand digits."""
+"""Largest number of digits of a seed. Without a limit, Python raises an error for a number of several thousand digits."""
 
 header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", default=None)
-"""Seed from the header of the HTTP request that the current task serves."""
+"""Seed from the header of the HTTP request that the current asyncio task serves."""
 
 
 def engine_arguments(
     llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any], block: SpecrolloutConfig
 ) -> dict[str, Any]:
-    """Returns NeMo-RL's arguments for vLLM with our vLLM worker, the drafters and the block added.
+    """Returns NeMo-RL's arguments for vLLM, and adds to them this package's vLLM worker, the drafters and the block.
 
     Raises ConfigError if this vLLM cannot run the block.
     """
@@ -65,15 +67,21 @@ def engine_arguments(
 
 
 def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
-    """Returns the number of this actor's engine. NeMo-RL numbers GPUs, and those of one engine follow each other."""
+    """Returns the number of this actor's engine.
+
+    NeMo-RL numbers all GPUs, and the GPUs of an engine have consecutive numbers.
+    """
     return int(os.environ.get("RANK", "0")) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])
 
 
 class RequestSeeds(RowSeeds):
-    """Gives every request of an engine a seed, which is either its own or derived from its prompt."""
+    """Gives every request of an engine a seed. The request either brings it, or it is derived from the prompt."""
 
     def __init__(self, run_seed: int = 0, engine: int = 0, *, required: bool = False) -> None:
-        """`engine` distinguishes equal requests in different engines. With `required`, requests without a seed are refused."""
+        """`engine` is the engine's number, by which equal requests of different engines get different seeds.
+
+        With `required`, requests without a seed are refused.
+        """
         super().__init__(run_seed)
         self.num_derived = 0
         self.texts = TextsAhead()
@@ -83,14 +91,18 @@ class RequestSeeds(RowSeeds):
         self._lock = Lock()
 
     def of_rows(self, params: Any, rows: Sequence[Row]) -> list[Any]:
-        """Returns sampling parameters for each row. `params` is one object for all rows, or a sequence with one for each."""
+        """Returns sampling parameters with a seed for each row (sample).
+
+        `params` is one object for all rows, or a sequence with one object for each row.
+        """
         pairs = zip(_each(params, len(rows)), rows, strict=True)
         return [_with_row(p, row, self.texts.bring(row.seed)) for p, row in pairs]
 
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
-        """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` is as in `of_rows`.
+        """Returns sampling parameters with a seed for each of vLLM's `prompts`, which come from HTTP requests.
 
-        Raises vLLM's error for a bad request if seeds are required and a request has none.
+        `params` is one object for all prompts, or a sequence with one object for each. Raises vLLM's error for a bad request
+        if seeds are required and a request has none.
         """
         return [
             self._of_request(p, tokens_of(prompt))
@@ -125,7 +137,7 @@ def _each(params: Any, number: int) -> list[Any]:
 
 
 def tokens_of(prompt: Any) -> Sequence[int]:
-    """Returns the token ids of one of vLLM's prompts, or the bytes of its text."""
+    """Returns the token ids of one of vLLM's prompts, or the bytes of its text if it has no token ids."""
     if isinstance(prompt, str):
         return list(prompt.encode())
     if isinstance(prompt, dict):
@@ -134,7 +146,10 @@ def tokens_of(prompt: Any) -> Sequence[int]:
 
 
 def _may_speculate(params: Any) -> bool:
-    """Returns whether an HTTP request may have drafts. Raises vLLM's error for a bad request."""
+    """Returns whether an HTTP request may have drafts.
+
+    Raises vLLM's error for a bad request if the request's value is not valid.
+    """
     given = (params.extra_args or {}).get(DRAFTS_KEY, 1)
     if given not in (0, 1):
         raise REFUSAL(f"vllm_xargs.{DRAFTS_KEY}: {given!r} is neither 0 nor 1; send 0 for a request without drafts")
@@ -144,8 +159,8 @@ def _may_speculate(params: Any) -> bool:
 def _with_row(params: Any, row: Row, text: TextAhead | None = None) -> Any:
     """Returns a copy of `params` with the facts of `row`, and with the text and branches that were made ahead for it.
 
-    The samples of one request with `n` above 1 must differ. vLLM gives all of them the same `extra_args`, but each one a
-    different `SamplingParams.seed`.
+    If a request has `n` above 1, its samples must differ. vLLM gives all of them the same `extra_args`, but each a different
+    `SamplingParams.seed`. So in this case the seed is put there.
     """
     seeded = RolloutSamplingParams.of(params)
     identity: dict[str, int | bytes] = {"prompt_length": row.prompt_length}
@@ -168,9 +183,9 @@ def _with_row(params: Any, row: Row, text: TextAhead | None = None) -> Any:
 async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> list[list[int] | None]:
     """Returns the token ids of each chat request's prompt, as the engine's HTTP server at `base_url` renders it.
 
-    The result is None for a request that the server refuses, and for a prompt that leaves no room for a response. NeMo-RL's
-    route `/tokenize` renders prompts as its chat route does, and NeMo-Gym gets its token ids from there. It is called by
-    HTTP so that the renderer stays in the server's event loop.
+    The result has None for a request that the server refuses, and for a prompt that leaves no room for a response. NeMo-RL's
+    route `/tokenize` renders prompts in the same way as its chat route, and NeMo-Gym gets its token ids from there. The route
+    is called by HTTP, because the renderer must stay in the server's event loop.
     """
     url = base_url.removesuffix("/v1") + "/tokenize"
     limit = asyncio.Semaphore(_RENDERED_AT_ONCE)
@@ -183,7 +198,10 @@ async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> 
 
 
 def _chat_prompt(url: str, request: Mapping[str, Any]) -> list[int] | None:
-    """Waits for the token ids of a prompt. No proxy is used, because the server is in this process."""
+    """Returns the token ids of a request's prompt, and waits for them.
+
+    No proxy is used, because the server is in this process.
+    """
     asked = Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
     try:
         with build_opener(ProxyHandler({})).open(asked) as answer:
@@ -201,7 +219,10 @@ class SeedHeader:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Serves one request. A header that is not a whole number from 0 to 2^63 - 1 is refused with status 400."""
+        """Serves one request.
+
+        If the header is not a whole number from 0 to 2^63 - 1, the request is refused with status 400.
+        """
         text = dict(scope.get("headers") or ()).get(HEADER) if scope["type"] == "http" else None
         if text is None:
             await self._app(scope, receive, send)

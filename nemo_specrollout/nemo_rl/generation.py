@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's generation, rollout actors and logger, extended by a seed for every row and metrics for every step.
+"""NeMo-RL's generation, rollout actors and logger, extended by a seed for every row (sample) and metrics for every step.
 
-Ray copies the generation object to the actors that roll out. Such a copy is told the policy version by its actor.
+Ray copies the generation object into the actors that roll out. Such an actor tells its copy the policy version.
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -50,23 +50,23 @@ from nemo_specrollout.run_ahead.early_texts import EarlyRow
 _NativeCollector: Any = AsyncTrajectoryCollector.__ray_metadata__.modified_class
 _NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
 _OF_ONE_PROCESS = ("_supervisor", "_ahead", "_gym_prompts")
-"""Attributes that copies of the generation do not have."""
+"""Attributes that copies of the generation do not have, because only one process may have them."""
 _TIMES = ("plain_estimate_s", "rollout_s")
-"""Metrics from which the time that texts made ahead have saved is estimated."""
+"""Metrics from which it is estimated how much time texts made ahead have saved."""
 
 
 class SpecrolloutGeneration(VllmGeneration):
-    """Replaces NeMo-RL's `VllmGeneration`. Owns the seeds of its rows and, in one process of the run, the supervisor."""
+    """Replaces NeMo-RL's `VllmGeneration`. Owns the seeds of its rows and, in one process of the run, the `Supervisor`."""
 
     is_supervised_elsewhere = False
-    """Whether the engines are supervised by another process than the one that builds the generation."""
+    """Whether another process than the one that builds the generation supervises the engines."""
     latest: "ref[SpecrolloutGeneration] | None" = None
     """The generation of this process, or this process's copy of it."""
     _supervisor: Supervisor | None = None
     _ahead: RunAhead | None = None
-    """None without `run_ahead`, and in a copy."""
+    """Lets engines decode requests of coming steps. None without `run_ahead`, and in a copy of the generation."""
     _gym_prompts: GymPrompts | None = None
-    """None without `run_ahead`, and in a copy. It is not used without NeMo-Gym."""
+    """Finds the prompts of NeMo-Gym's rows. None without `run_ahead`, and in a copy. It is used only with NeMo-Gym."""
     _num_generated = 0
     """Number of calls of `generate`."""
     _is_refitting = False
@@ -94,14 +94,14 @@ class SpecrolloutGeneration(VllmGeneration):
                 self._supervisor.open_exchange()
 
     def load_and_start(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the models of deferred engines, which NeMo-Gym uses. Only then can they exchange requests."""
+        """Loads the models of deferred engines, which NeMo-Gym uses. Only after that can the engines exchange requests."""
         result = super().load_and_start(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.open_exchange()
         return result
 
     def supervise(self) -> None:
-        """Supervises the engines from this process, which has a copy of the generation. Their models must be loaded."""
+        """Supervises the engines from this process, which has a copy of the generation. The engines' models must be loaded."""
         self._supervisor = Supervisor(self.block, self.cfg, STEP_LOG)
         self._supervisor.attach(self.worker_group)
         self._supervisor.open_exchange()
@@ -142,7 +142,10 @@ class SpecrolloutGeneration(VllmGeneration):
         return is_down
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
-        """Generates as NeMo-RL does, with a seed for each row. Engines that finish first continue with coming steps' rows."""
+        """Generates as NeMo-RL does, with a seed for each row.
+
+        Engines that finish early then decode requests of coming steps.
+        """
         seeded = self._with_seeds(data)
         self._num_generated += 1
         self._work_ahead()
@@ -189,9 +192,9 @@ class SpecrolloutGeneration(VllmGeneration):
         return result
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends all races, and then lets the engines drop cached prefixes and sleep.
+        """Ends all races, and then lets the engines drop their cached prefixes and sleep.
 
-        Engines with GPUs of their own do not sleep, so they continue with coming steps' rows.
+        Engines that do not share their GPUs with the trainer do not sleep. They continue with requests of coming steps.
         """
         sleeps = self._ahead is None or self.cfg["colocated"]["enabled"]
         rest = nullcontext() if self._supervisor is None else self._supervisor.new_weights()
@@ -205,7 +208,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     @contextmanager
     def new_weights(self) -> Iterator[None]:
-        """Context of a refit. With `run_ahead`, requests that are running when weights change in flight start over."""
+        """Context of a refit. With `run_ahead`, requests start over if the weights change while they run."""
         begins_again = self._ahead is not None and self.facts.in_flight
         self._end_ahead()
         rest = nullcontext() if begins_again or self._supervisor is None else self._supervisor.new_weights()
@@ -226,7 +229,10 @@ class SpecrolloutGeneration(VllmGeneration):
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """Context of a validation, whose rows get seeds of their own kind and whose sample stats are dropped."""
+        """Context of a validation.
+
+        Its rows get seeds of another kind than those of rollouts, and its sample stats are dropped.
+        """
         self._end_ahead(keeps_cache=True, is_interrupted=True)
         self._kind = SeedKind.VALIDATION
         self._validated = []
@@ -237,16 +243,16 @@ class SpecrolloutGeneration(VllmGeneration):
         EngineClient(self.worker_group).call(WorkerCalls.specrollout_take_sample_stats, self._validated)
 
     def snapshot_step_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts the window of a step's metrics. NeMo-RL calls it before a step's generation."""
+        """Starts to collect the metrics of a step. NeMo-RL calls it before the generation of a step."""
         result = super().snapshot_step_metrics(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.begin_step()
         return result
 
     def get_step_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns NeMo-RL's metrics of the step and ours, whose names begin with `specrollout/`.
+        """Returns NeMo-RL's metrics of the step, and those of this package, whose names begin with `specrollout/`.
 
-        Ours are arrays of one number, because NeMo-RL's loop prints a line for every plain number but only adds up arrays.
+        The latter are arrays of one number. NeMo-RL's loop prints a line for every plain number, but it only adds up arrays.
         """
         metrics: dict[str, Any] = super().get_step_metrics(*args, **kwargs)
         metrics |= {name: np.array(value) for name, value in self.step_metrics().items()}
@@ -272,7 +278,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return metrics
 
     def _plan_ahead(self) -> None:
-        """Tells the engines which rows of coming steps they may start in empty slots until the next refit."""
+        """Tells the engines which requests of coming steps they may decode in empty slots until the next refit."""
         if self._ahead is None or self._num_refits == 0 or self._kind is SeedKind.VALIDATION:
             return
         has_no_rows = self.facts.filters_by_reward or self.facts.in_flight
@@ -280,10 +286,10 @@ class SpecrolloutGeneration(VllmGeneration):
         self._ahead.plan(self._planned_step, known)
 
     def _plan_after_filter(self) -> None:
-        """Lets idle engines start the next step's rows where rewards decide how many batches a step takes.
+        """Lets idle engines decode requests of the next step if rewards decide how many batches a step takes.
 
-        Only at the end of a step is the next batch known to belong to the next step. To which steps the later batches belong
-        is still unknown then.
+        In such a run, it is known only at the end of a step that the next batch belongs to the next step. Which steps the
+        batches after it belong to is not known even then.
         """
         loader = PeekingLoader.latest()
         next_version = self._version + 1
@@ -292,16 +298,16 @@ class SpecrolloutGeneration(VllmGeneration):
         self._ahead.plan(self._version, [self._rows_of(next_version, prompts) for prompts in loader.next_prompts(1)])
 
     def _work_ahead(self) -> None:
-        """Lets engines that have nothing else to do continue with rows of coming steps."""
+        """Lets engines that have nothing else to do continue with requests of coming steps."""
         if self._ahead is not None and self._kind is SeedKind.ROLLOUT:
             self._ahead.work(self._num_generated)
 
     def _coming_rows(self, num_steps: int) -> list[list[EarlyRow]]:
-        """Returns the known rows of at most `num_steps` coming steps, and none beyond the end of the run.
+        """Returns the known rows (samples) of up to `num_steps` coming steps, and none beyond the end of the run.
 
-        Each batch of the data loader belongs to one step, so the number of batches that it has given tells which step the
-        next one is for. The policy version does not tell, because at the end of a step new weights may arrive before the
-        batch that is sampled from them.
+        Each batch of the data loader belongs to one step. So the number of batches that the loader has given tells for which
+        step its next batch is. The policy version would not tell this, because the weights for a step may arrive before the
+        batch of this step.
         """
         loader = PeekingLoader.latest()
         if loader is None:
@@ -314,7 +320,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return [self._rows_of(later, prompts) for later, prompts in enumerate(batches, version + 1)]
 
     def _check_epoch(self, num_batches: int) -> None:
-        """Raises an alarm once if an epoch has fewer batches than the number of steps that the user wants to run ahead."""
+        """Raises an alarm, at most once, if an epoch has too few batches for the number of steps to run ahead."""
         steps = None if self.block.run_ahead is None else self.block.run_ahead.steps
         if isinstance(steps, int) and steps >= num_batches and not self._has_checked_epoch:
             STEP_LOG.alarms.append(
@@ -324,7 +330,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._has_checked_epoch = True
 
     def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
-        """Returns the rows for `prompts` of the step whose rows are sampled after `version` training steps."""
+        """Returns the rows (samples) for `prompts` of the step whose rows policy version `version` will sample."""
         samples = self.facts.samples_per_prompt
         seeds = RowSeeds(self.facts.seed, version)
         gym_rows = [prompt.gym_row for prompt in prompts if prompt.gym_row is not None]
@@ -351,7 +357,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     @property
     def _version(self) -> int:
-        """Training steps behind the engines' weights."""
+        """Policy version of the engines' weights."""
         return self.first_version + self._num_refits - 1
 
 
@@ -374,7 +380,7 @@ def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], 
 
 
 def extended_rollouts() -> dict[str, Any]:
-    """Returns our extensions of functions in NeMo-RL's module `rollouts`, by name."""
+    """Returns this package's extensions of functions in NeMo-RL's module `rollouts`, by name."""
     return {
         "run_async_nemo_gym_rollout": partial(with_gym, rollouts.run_async_nemo_gym_rollout),
         "_prepare_nemo_gym_rows": partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows),
@@ -384,14 +390,14 @@ def extended_rollouts() -> dict[str, Any]:
 
 
 def extend_rollouts() -> None:
-    """Replaces functions of NeMo-RL's module `rollouts` in the process of one of its actors, for the rest of its life."""
+    """Replaces functions of NeMo-RL's module `rollouts` in the process of one of its actors, until that process ends."""
     for name, extended in extended_rollouts().items():
         setattr(rollouts, name, extended)
 
 
 @ray.remote
 class SpecrolloutTrajectoryCollector(_NativeCollector):
-    """Trajectory collector of asynchronous GRPO, which tells its generation the policy version."""
+    """Trajectory collector of asynchronous GRPO, which tells its copy of the generation the policy version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -399,7 +405,7 @@ class SpecrolloutTrajectoryCollector(_NativeCollector):
         self.policy_generation.row_seeds.begin_version(self.current_weight_version)
 
     def set_weight_version(self, version: int, *args: Any, **kwargs: Any) -> Any:
-        """Starts a policy version. NeMo-RL requests rows of that version only after this call."""
+        """Starts a policy version. NeMo-RL requests rows of this version only after this call."""
         self.policy_generation.row_seeds.begin_version(version)
         return super().set_weight_version(version, *args, **kwargs)
 
@@ -414,7 +420,10 @@ class SpecrolloutRolloutActor(_NativeActor):
         self._num_steps = 0
 
     def rollout_to_tq(self, *args: Any, **kwargs: Any) -> Any:
-        """Rolls out a batch. A validation is recognized because only validations bring environments of their own."""
+        """Rolls out a batch.
+
+        If the call brings environments of its own, it is for a validation, because no other call does.
+        """
         generation = self.policy_generation
         is_validation = kwargs.get("task_to_env_override") is not None
         if not is_validation and kwargs.get("first_iter", True):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the first prompts of NeMo-Gym's coming rows as token ids before an agent asks for them (`run_ahead`).
+"""Computes the token ids of first prompts of NeMo-Gym's coming rows before an agent asks for them (`run_ahead`).
 
 An agent sends the `responses_create_params` of its row to Gym's model server, which turns them into a chat request. The HTTP
-server of an engine turns that request into token ids. This module does both steps early. Gym's own code makes the request,
-in Gym's Ray actor, and an engine's server renders it on its route `/tokenize`, which renders as the chat route does.
+server of an engine turns this request into token ids. This module does both early. Gym's own code makes the request, in Gym's
+Ray actor. Then an engine's HTTP server renders it on the route `/tokenize`, in the same way as on the chat route.
 
-An agent may start with a different prompt than its row has. The seed of a request depends on its tokens, so such a request
-finds no text that was made early. Only the time for making that text is lost.
+An agent may start with another prompt than its row has. The seed of a request depends on its tokens, so such a request finds
+no text that was made ahead. Then only the time for making that text is lost.
 """
 
 import json
@@ -20,22 +20,22 @@ from nemo_specrollout.nemo_rl.ray_calls import PATIENCE_S, EngineClient, failure
 
 GymRow = Mapping[str, Any]
 _MAX_PROMPTS = 1 << 16
-"""Number of rows whose prompts are kept. When there are more, the older half is forgotten."""
+"""Largest number of rows whose prompts are kept. When there are more, the older half is forgotten."""
 LEAST_TEXTS = 16
-"""Number of texts after which their use by requests is judged."""
+"""Number of texts from which it is judged whether requests use them."""
 LEAST_BROUGHT = 0.5
-"""Least share of the texts that requests should use. Where agents send the prompts of their rows, they use all of them."""
+"""Smallest share of the texts that requests should use. If agents send the prompts of their rows, requests use all texts."""
 
 
 class GymPrompts:
-    """Finds the prompts of NeMo-Gym's rows. Owns those that are known, so that each row is looked up once.
+    """Finds the prompts of NeMo-Gym's rows. Owns the prompts that are known, so that each row is looked up once.
 
     Invariant: the prompt of a row is what Gym and the engines make of it, or None. It is None for rows with images, video or
-    audio, for agents without a model server of the engines, and for prompts that an engine refuses.
+    audio, for agents whose model server does not use the engines, and for prompts that an engine refuses.
     """
 
     gym: ClassVar[Any] = None
-    """NeMo-Gym's Ray actor, once this process knows it."""
+    """NeMo-Gym's Ray actor, or None before this process knows it."""
 
     def __init__(self, engines: EngineClient) -> None:
         self._engines = engines
@@ -43,11 +43,11 @@ class GymPrompts:
         self._is_off = False
         self._has_rows = False
         self._told = set[str]()
-        """Alarms that have been raised, by the beginning of their sentences."""
+        """First words of the alarms that were raised already."""
         self._alarms: list[str] = []
 
     def prompts(self, rows: Sequence[GymRow]) -> list[list[int] | None]:
-        """Returns the token ids of each row's first prompt, or None where they are not known."""
+        """Returns the token ids of each row's first prompt, or None for a row whose prompt is not known."""
         self._has_rows = True
         keys = [json.dumps([row.get(name) for name in _ASKED], sort_keys=True, default=str) for row in rows]
         new = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._known}
@@ -56,9 +56,9 @@ class GymPrompts:
         return [self._known.get(key) for key in keys]
 
     def observe_brought(self, num_brought: int, num_texts: int) -> None:
-        """Raises an alarm once if most texts were made for requests that never come.
+        """Raises an alarm, at most once, if most texts were made for requests that never come.
 
-        So far requests have used `num_brought` of `num_texts` texts.
+        Until now, requests have used `num_brought` of `num_texts` texts.
         """
         if self._has_rows and num_texts >= LEAST_TEXTS and num_brought < LEAST_BROUGHT * num_texts:
             self._tell_once(
@@ -68,7 +68,7 @@ class GymPrompts:
             )
 
     def take_alarms(self) -> list[str]:
-        """Returns the alarms for the user that are new since the last call."""
+        """Returns the alarms for the user since the last call."""
         alarms = self._alarms
         self._alarms = []
         return alarms
@@ -79,7 +79,7 @@ class GymPrompts:
             self._alarms.append(f"{what}: {rest}")
 
     def _learn(self, rows: Mapping[str, GymRow]) -> None:
-        """Looks up the prompts of rows. After a failure no more prompts are looked up, and an alarm says so."""
+        """Looks up the prompts of rows. If that fails, it raises an alarm, and no more prompts are looked up."""
         try:
             asked = [{name: row.get(name) for name in _ASKED} for row in rows.values()]
             requests = ray.get(GymPrompts.gym.__ray_call__.remote(_request_maker(), asked), timeout=PATIENCE_S)
@@ -103,7 +103,10 @@ class GymPrompts:
                 del self._known[oldest]
 
     def _rendered(self, requests: Mapping[str, dict[str, Any] | None]) -> dict[str, list[int] | None]:
-        """Returns the token ids of each chat request, by its key. All engines that are alive share the work."""
+        """Returns the token ids of the prompt of each chat request, by the request's key.
+
+        All living engines share the work.
+        """
         found: dict[str, list[int] | None] = {key: None for key, request in requests.items() if request is None}
         known = {key: request for key, request in requests.items() if request is not None}
         keys = list(known)
@@ -129,7 +132,7 @@ _ASKED = ("agent_ref", "responses_create_params")
 
 
 def with_new_gym(spin_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Starts NeMo-Gym's Ray actor with NeMo-RL's function `spin_up`, and notes it, so that the first step knows it."""
+    """Starts NeMo-Gym's Ray actor with NeMo-RL's function `spin_up`, and notes the actor for the first step."""
     GymPrompts.gym = spin_up(*args, **kwargs)
     return GymPrompts.gym
 
@@ -141,9 +144,9 @@ def with_gym(roll_out: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _request_maker() -> Callable[[Any, list[dict[str, Any]]], list[dict[str, Any] | None]]:
-    """Returns the function that NeMo-Gym's Ray actor calls, because Gym is installed and its servers are known only there.
+    """Returns a function for NeMo-Gym's Ray actor to call. Only there is Gym installed, and only there are its servers known.
 
-    The function is defined inside this one so that Ray sends it by value. That actor then need not import this package.
+    The returned function is defined inside this one so that Ray sends it by value. So the actor need not import this package.
     """
 
     def chat_request(servers: Any, row: dict[str, Any]) -> dict[str, Any] | None:

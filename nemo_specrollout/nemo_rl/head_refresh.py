@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refreshes the draft head online. An actor beside the run trains the head, and the driver's side supervises that actor.
+"""Refreshes the draft head while the run goes on. An actor trains the head, and the driver supervises this actor.
 
-The driver never waits for the training of a head. No failure here ends the run, because the engines keep the head they have.
+The driver never waits for the training of a head. No failure of a refresh ends the run, because the engines keep the head that
+they have.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class SpecrolloutHeadTrainer:
     """Actor that owns the head in service and the schedule of its refreshes. It serves one call at a time."""
 
     def __init__(self, block: SpecrolloutConfig, policy: str, heads: str, temperature: float) -> None:
-        """`policy` is a Hugging Face folder or a name on the hub, and `heads` the path of the run's `HeadFolder`."""
+        """`policy` is a Hugging Face folder or a name on the Hub. `heads` is the path of the run's `HeadFolder`."""
         from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh  # imports torch
 
         assert block.draft_refresh is not None and block.head is not None
@@ -44,11 +45,13 @@ class SpecrolloutHeadTrainer:
         )
 
     def source(self) -> dict[str, Any]:
-        """Returns the `FeatureSource` of the head as plain values."""
+        """Returns the `FeatureSource` of the head as plain values. It says which features of the policy the head needs."""
         return asdict(self._online.source)
 
     def after_steps(self, version: int, facts: Sequence[StepFacts]) -> RefreshRecord:
-        """Decides after each step in `facts` whether a refresh is due, and refreshes the head if the last decision says so.
+        """Decides after each training step in `facts` whether a refresh is due.
+
+        Refreshes the head if the last decision says so.
 
         `version` is the policy version that computed the newest features. Returns the record of the last step.
         """
@@ -63,7 +66,7 @@ class SpecrolloutHeadTrainer:
 
 
 def _local_folder(name: str) -> Path:
-    """Returns the folder of a model, which for a name on the Hugging Face hub is the cache that the engines have filled."""
+    """Returns the folder of a model. For a name on the Hugging Face Hub, this is the cache that the engines have filled."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -72,12 +75,14 @@ def _local_folder(name: str) -> Path:
 
 
 class HeadRefresh:
-    """The driver's side of the refresh.
+    """The driver's part of the refresh of a draft head.
 
-    It owns the trainer actor, the step facts that wait for the trainer, and the record of which head the engines have.
+    It owns the trainer actor, the facts about training steps that wait for the trainer, and the record of which head the
+    engines have.
 
     The trainer's first answer is the `FeatureSource` of the head, and all others are `RefreshRecord`s. The engines load a
-    published head at the next refit. Steps that still run with the old head until then are reported by their seconds only.
+    published head at the next refit. Until then, steps still run with the old head. The trainer learns only the seconds of
+    these steps.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class HeadRefresh:
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0
-        """Seconds of steps with an old head, which are reported with the first step of the new head."""
+        """Seconds of steps that still ran with an old head. They are reported with the first step of the new head."""
         self._source: dict[str, Any] | None = None
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
@@ -109,11 +114,10 @@ class HeadRefresh:
         self._trainer = None if self._starts_later else start()
 
     def policy_updated(self, version: int) -> None:
-        """Prepares the engines for policy version `version`.
+        """Prepares the engines for policy version `version`. Call it after a refit, before the first request of this version.
 
-        The policy's LM head and embedding are saved as the teacher with which a head is trained on the rollouts of this
-        version, and the latest head is loaded into the engines. Call it after a refit, before the first request of this
-        version.
+        The policy's LM head and embedding are saved as the teacher, with which a head is trained on the rollouts of this
+        version. The latest head is loaded into the engines.
         """
         if self._starts_later:
             self._starts_later = False
@@ -131,9 +135,9 @@ class HeadRefresh:
             self._tell(WorkerCalls.specrollout_load_head, [arguments if has else None for has in self._has_head])
 
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
-        """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the previous call.
+        """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the last call.
 
-        `version` is the policy version of the step's rollouts, and `facts` is None if there were none.
+        `version` is the policy version of the step's rollouts. `facts` is None if there were no rollouts.
         """
         self._read_answer()
         if self._source is not None:
@@ -173,9 +177,9 @@ class HeadRefresh:
             self._find_published()
 
     def _find_published(self) -> None:
-        """Schedules the head in `published.json` for loading, unless the engines already have it.
+        """Arranges that the engines load the head in `published.json`, unless they already have it.
 
-        Even a head that an earlier run published must be loaded, because the trainer compares its next candidate with it.
+        Even a head that an earlier run has published must be loaded, because the trainer compares its next candidate with it.
         """
         published = self._folder.published()
         if published != self._in_service:
@@ -197,7 +201,7 @@ class HeadRefresh:
     def _tell(
         self, method: Callable[[WorkerCalls, *Arguments], object], arguments: Sequence[tuple[*Arguments] | None]
     ) -> None:
-        """Calls the vLLM workers of the engines. If one returns an error or raises, the refreshes end."""
+        """Calls a method of the engines' vLLM workers. If one of them returns an error or raises, the refreshes end."""
         try:
             errors = {error for error in self._engines.call_each(method, arguments) if error}
         except Exception as error:
@@ -211,7 +215,7 @@ class HeadRefresh:
             self.close()
 
     def _take_record(self) -> dict[str, float]:
-        """Logs a record that has arrived, and returns its metrics."""
+        """Logs the record that has arrived, if there is one, and returns its metrics."""
         record = self._record
         self._record = None
         if record is None:
@@ -228,7 +232,7 @@ class HeadRefresh:
 def start_head_refresh(
     block: SpecrolloutConfig, generation_config: Any, heads: str, engines: EngineClient, log: StepLog
 ) -> HeadRefresh:
-    """Starts the refresh for `engines`. `heads` is the path of the run's `HeadFolder`."""
+    """Starts the refresh of the draft head for `engines`. `heads` is the path of the run's `HeadFolder`."""
     assert block.draft_refresh is not None
     start = partial(
         ActorLink,

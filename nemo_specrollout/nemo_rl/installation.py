@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the block into effect in NeMo-RL by replacing attributes of its modules, before one of its scripts runs."""
+"""Puts the block into effect in NeMo-RL, by replacing attributes of its modules before one of its scripts runs."""
 
 import importlib
 import os
@@ -42,21 +42,21 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
 LEARNED = "specrollout_learned"
-"""Folder beside the checkpoints in which a run keeps what its engines learn."""
+"""Name of the folder beside the checkpoints in which a run keeps what its engines learn."""
 ACTORS = {
     f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutEngineActor",
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutAsyncEngineActor",
 }
-"""NeMo-RL's engine actors, and ours that replace them."""
+"""Names of NeMo-RL's engine actors, and for each the name of this package's actor that replaces it."""
 _replaced: list[tuple[Any, str, Any]] = []  # module, name, original
 
 
 def install(config: Any) -> bool:
     """Puts `policy.generation.specrollout` of NeMo-RL's `MasterConfig` into effect. Call it before NeMo-RL's `setup`.
 
-    Returns whether the block is enabled. If it is not, nothing is changed. NeMo-RL passes PYTHONPATH on to its actors, so if
-    this package is not on it, a copy of the package is written to the log folder and added. Raises ConfigError if the block,
-    the config or the installed NeMo-RL does not allow the run.
+    Returns whether the block is enabled. If it is not, nothing is changed. NeMo-RL's actors must find this package through
+    PYTHONPATH. If it is not there, a copy of the package is written into the log folder and added to PYTHONPATH. Raises
+    ConfigError if the block, the config or the installed NeMo-RL does not allow the run.
     """
     uninstall()
     tree = config.model_dump()
@@ -85,7 +85,7 @@ def install(config: Any) -> bool:
 
 
 def uninstall() -> None:
-    """Puts NeMo-RL's modules back as they were."""
+    """Restores everything that `install` has replaced in NeMo-RL's modules."""
     while _replaced:
         module, name, original = _replaced.pop()
         setattr(module, name, original)
@@ -102,7 +102,10 @@ def _is_controlled(config: Any) -> bool:
 
 
 def _trainers(config: Any) -> list[str]:
-    """Returns the modules of NeMo-RL in which names are replaced. There are several, because they share imported names."""
+    """Returns the modules of NeMo-RL in which names are replaced.
+
+    They may be several, because trainers import names of others.
+    """
     has_data_plane = (getattr(config, "data_plane", None) or {}).get("enabled")
     own = next((name for name in ("distillation", "ppo") if getattr(config, name, None) is not None), None)
     own = own or ("grpo_sync" if has_data_plane else "grpo")
@@ -110,7 +113,7 @@ def _trainers(config: Any) -> list[str]:
 
 
 def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]:
-    """Returns the patch points of a run."""
+    """Returns the patch points of a run, which are the names of NeMo-RL that this package replaces, overrides or calls."""
     if _is_controlled(config):
         return (*POINTS_OF_ALL_RUNS, *POINTS_OF_CONTROLLER, *(POINTS_OF_RUN_AHEAD if runs_ahead else ()))
     trainers = _trainers(config)
@@ -160,9 +163,9 @@ def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
 def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
     """Returns the facts of a run that starts or resumes from a checkpoint.
 
-    The folder of heads is beside the checkpoints, so that a resumed run finds it. The log folder would not do, because
-    NeMo-RL makes a new one at every start. A run that starts from the configured policy also starts from the configured head,
-    so a head that an earlier run has published is withdrawn.
+    The folder of draft heads is beside the checkpoints, so that a resumed run finds it. It could not be in the log folder,
+    because NeMo-RL makes a new one at every start. A run that starts from the configured policy also starts from the
+    configured head. So in such a run, a head that an earlier run has published is withdrawn.
     """
     from nemo_rl.utils.checkpoint import CheckpointManager
 
@@ -194,7 +197,10 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
 
 
 def _place_of(config: Any) -> Path:
-    """Returns the folder in which a resumed run finds its files: that of the checkpoints, or else the log folder."""
+    """Returns the folder in which a resumed run finds its files.
+
+    It is the folder of the checkpoints, or else the log folder.
+    """
     return Path(
         config.checkpointing["checkpoint_dir"] if config.checkpointing["enabled"] else config.logger["log_dir"]
     ).absolute()
@@ -302,10 +308,10 @@ def _replace_for_controller(config: Any, logger: Any) -> None:
 
 
 def _our_engine_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the name of our engine actor in place of the one that NeMo-RL's function `resolve` returns.
+    """Returns the name of this package's engine actor for the one that NeMo-RL's function `resolve` returns.
 
-    Our actor shares the Python environment of that actor. NeMo-RL names an environment after the actor's class, so it would
-    otherwise build a second one with vLLM on every node.
+    Both actors share a Python environment. NeMo-RL names an environment after the actor's class. Without the sharing, it would
+    build a second environment with vLLM on every node.
     """
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the report pages of a NeMo-RL run while it runs, at intervals that keep the cost below 1 % of the time."""
+"""Writes the report pages of a NeMo-RL run while it runs, so seldom that it takes less than 1 % of the time."""
 
 import asyncio
 import math
@@ -14,22 +14,25 @@ from rich.console import Console
 PAUSE_PER_WRITE = 100.0
 """Seconds to pause for each second that a write took, so that writes take less than 1 % of the time."""
 SHORTEST_PAUSE_BETWEEN_PICTURES_S = 600.0
-"""Seconds between two pictures at least, because Weights & Biases and TensorBoard keep every picture."""
+"""Smallest number of seconds between two pictures, because Weights & Biases and TensorBoard keep every picture."""
 PICTURE_NAME = "train/specrollout/picture"
 LogPlot = Callable[[Any, int, str], None]
-"""NeMo-RL's function that logs a matplotlib figure, with the step and a name."""
+"""NeMo-RL's function that logs a matplotlib figure. Its arguments are the figure, the step and a name."""
 
 
 def next_write_s(began_s: float, ended_s: float, shortest_pause_s: float = 0.0) -> float:
-    """Returns the earliest time of the next write in seconds, given when the last one began and ended."""
+    """Returns the earliest time of the next write in seconds, given when the last write began and ended."""
     return ended_s + max(PAUSE_PER_WRITE * (ended_s - began_s), shortest_pause_s)
 
 
 class LiveReport:
-    """Decides when the pages of `folder` are written, and writes them. An error is shown once and never ends the run."""
+    """Decides when the report pages of `folder` are written, and writes them.
+
+    An error is shown once and never ends the run.
+    """
 
     def __init__(self, folder: Path, last_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`last_step` is the step after which the pages are written in any case."""
+        """`last_step` is the last step of the run, after which the pages are written in any case."""
         self._folder = folder
         self._last_step = last_step
         self._clock = clock
@@ -40,7 +43,8 @@ class LiveReport:
     def step_done(self, step: int, log_plot: LogPlot | None = None) -> None:
         """Writes the pages if they are due. Call it when the records of a step are on disk.
 
-        `log_plot` is None if NeMo-RL logs to no service. Under the SingleController only the last step's picture is logged.
+        `log_plot` is None if NeMo-RL logs to no service. Under the SingleController, only the picture of the last step is
+        logged.
         """
         self._is_behind = True
         is_last = step == self._last_step
@@ -60,13 +64,13 @@ class LiveReport:
             self._write()
 
     def close(self) -> None:
-        """Writes the pages once more, unless they already cover every step."""
+        """Writes the pages once more, unless they already show every step."""
         self._wait_for_thread()
         if self._is_behind:
             self._write()
 
     def _wait_for_thread(self) -> None:
-        """Waits for the thread, whose older pages would otherwise overwrite newer ones."""
+        """Waits until the thread has written its pages, which are older and would otherwise overwrite newer ones."""
         if self._writer is not None:
             self._writer.join()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's logger, extended so that it adds our metrics to each training step, records both, and prints alarms."""
+"""NeMo-RL's logger, extended so that it adds this package's metrics to each training step, records both, and prints alarms."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +25,11 @@ _LINE = {
     "tail/races": "{:.0f} races",
     "tail/saved_s": "which saved {:.2f} s, by estimate",
 }
-"""Metrics of the line that the terminal shows for a step, with their formats."""
+"""Metrics in the line that the terminal shows for a step, with their formats."""
 
 
 class WatchingLogger:
-    """Mixin for NeMo-RL's `Logger` that adds our metrics to those of a training step, and records both."""
+    """Mixin for NeMo-RL's `Logger` that adds this package's metrics to those of a training step, and records both."""
 
     loggers: Sequence[Any]
     log_plot: Callable[[Any, int, str], None]
@@ -43,7 +43,11 @@ class WatchingLogger:
         last_step: int,
         **kwargs: Any,
     ) -> None:
-        """`cfg`, `args` and `kwargs` are NeMo-RL's. `facts` go into `run.json`."""
+        """`cfg`, `args` and `kwargs` are the arguments of NeMo-RL's logger.
+
+        `gap_alarms` returns alarms for a log-prob gap. `facts` are written to `run.json`. `last_step` is the last step of the
+        run.
+        """
         super().__init__(cfg, *args, **kwargs)  # type: ignore[call-arg]
         self.step_log = STEP_LOG
         self._gap_alarms = gap_alarms
@@ -54,14 +58,14 @@ class WatchingLogger:
         weakref.finalize(self, _close, self._record, self._report)
 
     def finish(self, *args: Any, **kwargs: Any) -> Any:
-        """Completes the report at the end of the SingleController's run."""
+        """Completes the report at the end of a run of the SingleController."""
         _close(self._record, self._report)
         return super().finish(*args, **kwargs)  # type: ignore[misc]
 
     def log_metrics(
         self, metrics: dict[str, Any], step: int, prefix: str | None = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Logs as NeMo-RL does, and adds our metrics to those of a training step."""
+        """Logs as NeMo-RL does, and adds this package's metrics to those of a training step."""
         if prefix == "timing/validation":
             self._validation = (step, float(metrics.get("total_validation_time", 0.0)))
         if prefix == "timing/train":
@@ -71,13 +75,13 @@ class WatchingLogger:
         return super().log_metrics(metrics, step, prefix, *args, **kwargs)  # type: ignore[misc]
 
     def _step_done(self, timers: Mapping[str, Any], step: int) -> None:
-        """Records a step with its timers, which NeMo-RL logs last, and updates the report before the step is finished."""
+        """Records a step with its timers, which NeMo-RL logs last, and updates the report."""
         validated, seconds = self._validation
         self._record.finish_step({**timers, "total_validation_time": seconds} if validated == step else timers)
         self._report.step_done(step, self.log_plot if self.loggers else None)
 
     def _with_ours(self, metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Adds our metrics to a training step's, records all of them, and shows them."""
+        """Returns a step's metrics with those of this package, after recording and showing them."""
         log = self.step_log.take(request_figures=not any(name.startswith(PREFIX) for name in metrics))
         # Up to this point our metrics are arrays of one number (`generation.py`).
         metrics = {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()} | log.figures
@@ -111,7 +115,7 @@ def show_step(step: int, metrics: Mapping[str, Any], entries: Mapping[str, Any],
 
 
 def in_a_line(metrics: Mapping[str, Any]) -> str:
-    """Returns a step's metrics as one line for the terminal, without the metrics that the step lacks."""
+    """Returns a step's metrics as one line for the terminal. Metrics that the step lacks are left out."""
     parts = [text.format(metrics[PREFIX + name]) for name, text in _LINE.items() if PREFIX + name in metrics]
     shares = {k.split("/")[1]: v for k, v in metrics.items() if k.startswith(PREFIX) and k.endswith("/share_of_drafts")}
     drafters = [f"{name} {share:.0%}" for name, share in shares.items()]

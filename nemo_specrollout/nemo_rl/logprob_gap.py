@@ -11,8 +11,8 @@ from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_bl
 def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
     """Returns the log-prob gap of a step in nats per token, or None if NeMo-RL does not log it.
 
-    NeMo-RL logs the mean of exp|difference|. The logarithm of that mean is at least the mean of |difference|, and equal
-    to it where the differences are small.
+    NeMo-RL logs the mean of exp|difference|. The result is the logarithm of this mean. It is at least the mean of
+    |difference|, and almost equal to it if the differences are small.
     """
     error = metrics.get("token_mult_prob_error")
     return None if error is None else math.log(max(float(error), 1.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step, computed from the summed counters of all engines. Ratios are computed last."""
+"""Metrics of a training step, computed from counters that are summed over all engines. Ratios are computed last."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
 
 
 def step_metrics(done_E: Sequence[EngineTotals]) -> dict[str, float]:
-    """Returns the metrics of a step by name, from what each engine has done in it (docs/reference/metrics.md)."""
+    """Returns the metrics of a training step by name, from what each engine has done in it (docs/reference/metrics.md)."""
     num_engines = len(done_E)
     done = reduce(add, done_E)
     metrics: dict[str, float] = {
@@ -73,9 +73,10 @@ def _by_drafter(done: EngineTotals) -> dict[str, float]:
 
 
 def weight_updates(last: EngineTotals, after: EngineTotals, num_engines: int) -> dict[str, float]:
-    """Returns metrics of the refits between the ends of two steps, whose totals are `last` and `after`.
+    """Returns metrics of the refits between the ends of two steps, at which the engines' totals were `last` and `after`.
 
-    These have a window of their own, because synchronous GRPO refits outside the window of the other metrics.
+    Other metrics cover the time from `begin_step` to `end_step`. Synchronous GRPO refits outside this time, so refits are
+    counted from one `end_step` to the next.
     """
     return {f"{PREFIX}weight_updates": (after - last).num_weight_updates / num_engines}
 
@@ -91,7 +92,10 @@ def acceptance_counts(done: EngineTotals) -> dict[str, Any]:
 
 
 def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_come: int) -> StepFacts | None:
-    """Returns the facts of a step of `seconds` for the refresh trigger, or None if nothing was decoded in it."""
+    """Returns facts about a step of `seconds`, by which it is decided whether to refresh a draft head.
+
+    `steps_to_come` is the number of steps until the end of the run. Returns None if nothing was decoded in the step.
+    """
     if not done.num_request_steps:
         return None
     costs = DecodeCosts.measured(*_seconds(done, num_engines), _num_tokens(done), done.num_request_steps)
@@ -100,9 +104,9 @@ def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_co
 
 
 def _num_tokens(done: EngineTotals) -> int:
-    """Returns the number of tokens that the engines emitted.
+    """Returns the number of tokens that the engines have generated.
 
-    It is one per request and engine step, plus the accepted drafts.
+    In each engine step, every request gets one token besides the accepted draft tokens.
     """
     return done.num_request_steps + sum(map(sum, dict(done.accepted).values()))
 
@@ -124,7 +128,7 @@ def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
 
 
 def history_facts(ends: Sequence[StepEnd]) -> dict[str, int]:
-    """Returns what the history of responses held at the start and has done since, or nothing without a history.
+    """Returns what the history of responses held at the start, and what was done with it since. Empty without a history.
 
     All engines read the same history, so its content at the start is counted once.
     """

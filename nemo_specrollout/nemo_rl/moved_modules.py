@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes vLLM's modules importable by old names, which NeMo-RL's HTTP server uses because NeMo-RL pins an older vLLM."""
+"""Makes vLLM's modules importable by old names. NeMo-RL's HTTP server uses these, because NeMo-RL pins an older vLLM."""
 
 import importlib
 import sys
@@ -10,8 +10,8 @@ from nemo_specrollout.config.known_traps import MOVED_MODULES
 def lend_old_names() -> None:
     """Makes the modules of `MOVED_MODULES` importable by their old names in this process, if this vLLM lacks the old names.
 
-    A vLLM that has an old name keeps its own module. Where vLLM has neither name, nothing is done, so that the server's own
-    import names what is missing.
+    If this vLLM has an old name, its own module stays. If it has neither the old nor the new name, nothing is done. Then the
+    server's own import fails with an error that names the missing module.
     """
     for old, new in MOVED_MODULES.items():
         if not _can_import(old) and _can_import(new):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one of NeMo-RL's scripts, unedited, with the block in effect."""
+"""Runs one of NeMo-RL's scripts, without changing its file, with the block in effect."""
 
 import importlib.util
 import sys
@@ -23,7 +23,10 @@ _SETUPS = ("setup", "setup_single_controller")
 
 
 def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
-    """Runs the resolved config `tree` with its script of NeMo-RL, or `script_path`. Raises ConfigError if it cannot start."""
+    """Runs NeMo-RL's script for the resolved config `tree`, or the script at `script_path`.
+
+    Raises ConfigError if it cannot start.
+    """
     import nemo_rl
 
     checkout = Path(str(nemo_rl.__file__)).parent.parent
@@ -64,7 +67,7 @@ def _install_and_set_up(native: Any, master_config: Any, *args: Any, **kwargs: A
 
 
 def _with_prompt_files(node: Any, checkout: Path, key: str = "") -> Any:
-    """Returns a config in which prompt files that exist only in NeMo-RL's checkout have absolute paths."""
+    """Returns a config with absolute paths for the prompt files that exist only in NeMo-RL's checkout."""
     if isinstance(node, Mapping):
         return {name: _with_prompt_files(value, checkout, name) for name, value in node.items()}
     is_found = key in PROMPT_FILES and isinstance(node, str) and not Path(node).is_file()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's data loader, extended so that `run_ahead` can peek at the prompts of coming steps."""
+"""NeMo-RL's data loader, extended so that `run_ahead` can see the prompts of coming steps."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ class PeekingLoader(StatefulDataLoader):
 
     _latest: ClassVar["ref[PeekingLoader] | None"] = None
     _batches: PeekedBatches | None = None
-    """Batches of the current epoch."""
+    """Batches of the current epoch, or None before the first epoch."""
     num_taken = 0
     """Number of batches that the loader has given since it was made."""
 
@@ -29,7 +29,7 @@ class PeekingLoader(StatefulDataLoader):
 
     @staticmethod
     def latest() -> "PeekingLoader | None":
-        """Returns the loader of this process that gave a batch most recently, or None before any has."""
+        """Returns the loader that was the last one in this process to give a batch, or None if none has given any."""
         return None if PeekingLoader._latest is None else PeekingLoader._latest()
 
     def next_prompts(self, number: int) -> list[list[NextPrompt]]:

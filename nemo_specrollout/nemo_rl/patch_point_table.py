@@ -203,7 +203,7 @@ POINTS_OF_TRAINERS = (
         result="value",
     ),
 )
-"""Patch points of the trainers beside GRPO's own. A run uses the points of its trainer's module."""
+"""Patch points in the modules of the trainers, besides those of all runs. A run uses only those of its own trainer."""
 POINTS_OF_ROLLOUTS = (
     PatchPoint(
         ROLLOUTS,
@@ -256,7 +256,7 @@ POINTS_OF_ROLLOUTS = (
 )
 """Patch points of runs without the SingleController."""
 POINTS_OF_LOADERS = tuple(PatchPoint(module, "StatefulDataLoader") for module in (GRPO, DISTILLATION, PPO))
-"""Patch points of runs with `run_ahead`: the data loader, in the module of the run's trainer."""
+"""Patch points of runs with `run_ahead`, which replace the data loader in the module of the run's trainer."""
 POINTS_OF_GYM = (
     PatchPoint(
         GRPO,
@@ -296,7 +296,7 @@ WORKER_POINTS = (
     ),
     PatchPoint(VLLM_BACKEND, "VllmInternalWorkerExtension._mtp_drafter_from_disk", use=Use.STORED),
 )
-"""Patch points in the process of a vLLM worker. They are checked there, when our worker class is defined."""
+"""Patch points in the process of a vLLM worker. They are checked there, when this package's worker class is defined."""
 DRIVER_POINTS = (
     *POINTS_OF_ALL_RUNS,
     *POINTS_OF_CONTROLLER,

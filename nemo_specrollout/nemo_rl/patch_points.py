@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines patch points of NeMo-RL, and compares a version of NeMo-RL with them.
+"""Defines patch points of NeMo-RL, and compares an installed NeMo-RL with them.
 
-The points themselves are in `patch_point_table.py`. `install` checks that the names exist before anything starts.
+A patch point is a name of NeMo-RL that this package replaces, overrides, calls or assigns. `patch_point_table.py` lists all of
+them. `install` checks that they exist before anything starts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ EXTENSIONS = tuple(
     for suffix in ("", "WithCheckpointEngine")
 )
 SHARED_NAMES = ("synchronize_device",)
-"""Names that NeMo-RL's extension and vLLM's worker may share, because both methods do the same and vLLM keeps its own."""
+"""Names that NeMo-RL's worker extension and vLLM's worker may share. Both methods do the same, and vLLM keeps its own."""
 
 Result = Literal["nothing", "value", "stream", "async nothing", "async value", "async stream"]
 """Kind of a function's result, as in `Signature.result`."""
@@ -27,40 +28,40 @@ Result = Literal["nothing", "value", "stream", "async nothing", "async value", "
 
 class Use(StrEnum):
     PASSED_ON = "passed on"
-    """Replaced or overridden by code of ours that passes on all arguments and the result."""
+    """Replaced or overridden by code of this package, which passes on all arguments and the result."""
     CALLED = "called"
     STORED = "stored"
-    """Assigned, so that NeMo-RL reads our value."""
+    """Assigned by this package, so that NeMo-RL reads the assigned value."""
 
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """A name of NeMo-RL that must exist."""
+    """A name of NeMo-RL that this package uses, and what must be true of it."""
 
     module: str
-    """Full name of its module."""
+    """Full name of the module that has the name."""
     name: str
     """Name in the module. A method has its class before a dot."""
     use: Use = Use.PASSED_ON
     needed: tuple[str, ...] = ()
     """Parameters that the function must take."""
     known: tuple[str, ...] = ()
-    """Further parameters that it takes in the NeMo-RL for which this package was written."""
+    """Other parameters that the function takes in the NeMo-RL for which this package was written."""
     result: Result = "nothing"
-    """Kind of its result in that NeMo-RL."""
+    """Kind of the function's result in the NeMo-RL for which this package was written."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A way in which a version of NeMo-RL differs from what a patch point expects."""
+    """A way in which an installed NeMo-RL differs from what a patch point expects."""
 
     text: str
     is_harmless: bool = False
-    """Whether this package works in spite of the change, as it does where it passes on all arguments and the result."""
+    """Whether this package works in spite of the change. This is so if it passes on all arguments and the result."""
 
 
 def changes_of(point: PatchPoint, source: PythonSource) -> list[Change]:
-    """Returns the differences between a patch point and the NeMo-RL of `source`."""
+    """Returns how the NeMo-RL of `source` differs from what a patch point expects."""
     name = f"{point.module}.{point.name}"
     exists, _ = source.definition(name)
     if not exists:
@@ -97,7 +98,7 @@ def _result_changes(point: PatchPoint, found: Signature) -> list[Change]:
 
 
 def check_patch_points(points: Sequence[PatchPoint], source: PythonSource | None = None) -> None:
-    """Raises ConfigError if a NeMo-RL lacks one of `points` or has it in another form.
+    """Raises ConfigError if a NeMo-RL lacks one of `points`, or has it in a form that this package cannot use.
 
     `source` is the source of that NeMo-RL, or None for the installed one.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of batches that can be peeked at, while the state of its source is reported as if nobody had peeked."""
+"""A stream of batches that can be peeked at. The state of its source is reported as if nobody had peeked."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ class PeekedBatches:
         self._waiting: deque[tuple[State, Any]] = deque()
         """Batches that were peeked at, each with the state of the source before it."""
         self._state_at_end: State | None = None
-        """State before the end of the epoch, or None until a peek has reached that end."""
+        """State of the source before the end of the epoch, or None until a peek has reached the end."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -40,7 +40,7 @@ class PeekedBatches:
             return next(self._stream)
 
     def peek(self, number: int) -> list[Any]:
-        """Returns the next `number` batches, or fewer if the epoch ends before."""
+        """Returns the next `number` batches without taking them, or fewer if the epoch ends before."""
         with self._lock:
             while len(self._waiting) < number and self._state_at_end is None:
                 state = self._state_of_source()

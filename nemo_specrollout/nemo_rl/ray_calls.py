@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray helpers, which start our own actors beside NeMo-RL's, call engine actors, and describe failures."""
+"""Ray helpers, which start this package's actors beside NeMo-RL's, call engine actors, and describe failures."""
 
 import asyncio
 import os
@@ -20,21 +20,21 @@ from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
-"""NeMo-RL's engine actor. Our actors share its Python environment, because that has vLLM."""
+"""Class name of NeMo-RL's engine actor. This package's actors share its Python environment, because that has vLLM."""
 _PACKAGE = "nemo_specrollout"
 PATIENCE_S = 300.0
 """Seconds after which an unanswered call of the exchange counts as failed."""
 Arguments = TypeVarTuple("Arguments")
 Parameters = ParamSpec("Parameters")
 _NO_GPU_MASK = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Variable that makes an actor see all GPUs instead of only its own. Like NeMo-RL's `init_ray`, we do not pass it on."""
+"""Environment variable that makes an actor see all GPUs instead of only its own. Like NeMo-RL's `init_ray`, this package does
+not pass it on."""
 
 
 def python_of(actor: str) -> str:
-    """Returns the path of the Python that runs an actor of NeMo-RL, which is given by the dotted name of its class.
+    """Returns the path of the Python that runs an actor of NeMo-RL. `actor` is the dotted name of the actor's class.
 
-    If the actor has no environment yet, NeMo-RL makes it first. Raises ConfigError if that Python does not find this
-    package.
+    If the actor has no environment yet, NeMo-RL makes one first. Raises ConfigError if that Python does not find this package.
     """
     from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
     from nemo_rl.utils.venvs import create_local_venv_on_each_node
@@ -54,7 +54,7 @@ def python_of(actor: str) -> str:
 
 
 def pythons_of_actors() -> dict[str, str]:
-    """Returns the path of the Python of each NeMo-RL actor, by the dotted name of its class. A path may not exist yet."""
+    """Returns for each actor of NeMo-RL the path of its Python, by the dotted name of its class. A path may not exist yet."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.utils.venvs import DEFAULT_VENV_DIR
 
@@ -66,7 +66,10 @@ def pythons_of_actors() -> dict[str, str]:
 
 
 def engine_environment() -> dict[str, Any]:
-    """Returns the Ray runtime environment of an engine, as NeMo-RL passes it to actors outside of a worker group."""
+    """Returns Ray's runtime environment for an actor that runs in an engine's Python.
+
+    It is the one that NeMo-RL would give to an actor outside of a worker group.
+    """
     python = python_of(ENGINE_ACTOR)
     venv = os.path.dirname(os.path.dirname(python))
     inherited = {name: value for name, value in os.environ.items() if name != _NO_GPU_MASK}
@@ -76,7 +79,8 @@ def engine_environment() -> dict[str, Any]:
 def is_loss_of_a_process(error: BaseException | None) -> bool:
     """Returns whether an error came from a lost or unreachable process or node, and not from the program itself.
 
-    An `RpcError` counts as such an error. It is Ray's, or gRPC's own if NeMo-RL was asking Ray for the memory of all nodes.
+    An `RpcError` counts as such an error. It comes from Ray, or from gRPC itself if NeMo-RL was asking Ray for the memory of
+    all nodes.
     """
     lost = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
     seen = set[int]()
@@ -95,14 +99,14 @@ class ActorFailed(Exception):
     def __init__(self, reason: str, *, is_alive: bool = False) -> None:
         super().__init__(reason)
         self.is_alive = is_alive
-        """True if the actor's process is still running."""
+        """Whether the actor's process is still running."""
 
 
 class ActorLink:
     """The driver's connection to an actor. Owns the actor, which dies with the driver, and the pending call."""
 
     def __init__(self, actor: Any, *arguments: Any, first_call: str, **options: Any) -> None:
-        """Starts an actor of Ray class `actor` in an engine's environment with Ray's `options`, and calls `first_call`."""
+        """Starts an actor of the Ray class `actor` with Ray's `options` in an engine's environment, and calls `first_call`."""
         self._actor = actor.options(**options, runtime_env=engine_environment()).remote(*arguments)
         self.call(first_call)
 
@@ -115,7 +119,7 @@ class ActorLink:
         return time.monotonic() - self._called_s
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Calls a method of the actor, without waiting for the answer. No other call may be pending."""
+        """Calls a method of the actor without waiting for the answer. No other call may be pending."""
         self._call = getattr(self._actor, method).remote(*arguments)
         self._called_s = time.monotonic()
 
@@ -125,7 +129,10 @@ class ActorLink:
         self._call = None
 
     def answer(self) -> Any:
-        """Returns the answer to the pending call, or None if it has not arrived. Raises ActorFailed."""
+        """Returns the answer to the pending call, or None if it has not arrived.
+
+        Raises ActorFailed if the actor is gone or the call has raised an error.
+        """
         if self._call is None or not ray.wait([self._call], timeout=0)[0]:
             return None
         call = self._call
@@ -144,7 +151,7 @@ class ActorLink:
 class EngineClient:
     """Calls the engine actors of a run, and through them the vLLM workers of their engines.
 
-    A call of a vLLM worker goes to all ranks of the engine, and the engine actor returns one reply for all of them.
+    A call of a vLLM worker goes to all ranks of the engine. The engine actor returns one reply for all of them.
     """
 
     def __init__(self, worker_group: Any) -> None:
@@ -153,7 +160,7 @@ class EngineClient:
         self.num_engines: int = worker_group.dp_size
 
     def call(self, method: Callable[[WorkerCalls, *Arguments], object], *arguments: *Arguments) -> list[Any]:
-        """Calls a method of the vLLM workers with the same arguments in all engines. Returns the reply of each engine."""
+        """Calls a method of the vLLM workers of all engines with the same arguments. Returns the reply of each engine."""
         return self.call_each(method, [arguments] * self.num_engines)
 
     def call_each(
@@ -161,7 +168,7 @@ class EngineClient:
     ) -> list[Any]:
         """Calls a method of the vLLM workers with different arguments for each engine. Returns the replies.
 
-        An engine is left out if its arguments are None, or if `arguments` is too short to reach it.
+        An engine is left out if its arguments are None, or if `arguments` has no entry for it.
         """
         calls = [
             self.start(engine, EngineActorCalls.specrollout_call, method=method.__name__, arguments=list(own))
@@ -180,8 +187,8 @@ class EngineClient:
     ) -> Any:
         """Calls a method of an engine actor without waiting. Returns Ray's reference to the reply.
 
-        NeMo-RL refuses positional arguments, so no method of `EngineActorCalls` takes any. `arguments` exists only because the
-        type checker needs both kinds to compare them with the method.
+        NeMo-RL refuses positional arguments, so `arguments` must be empty. It exists only because the type checker needs it in
+        order to compare all arguments with the method.
         """
         assert not arguments, f"name the arguments of {method.__name__}"
         actor = self._group.get_dp_leader_worker_idx(engine)
@@ -191,8 +198,8 @@ class EngineClient:
     def weights_change(self) -> Iterator[None]:
         """Context of an update of the engines' weights, during which no request starts.
 
-        All engines are told when it ends, even if another engine or the update itself has failed, because their requests
-        wait for it.
+        All engines are told when the update ends, because their requests wait for it. They are told even if another engine or
+        the update itself has failed.
         """
         try:
             ask_all(self, EngineActorCalls.specrollout_weights_change_begins)
@@ -201,20 +208,23 @@ class EngineClient:
             ask_all(self, EngineActorCalls.specrollout_weights_change_ends)
 
     def drafter_stats(self) -> list[DrafterStats]:
-        """Returns the drafter stats of the engines that have remote drafters."""
+        """Returns the drafter statistics of the engines that have remote drafters."""
         return [
             DrafterStats(**reply) for reply in self.call(WorkerCalls.specrollout_drafter_stats) if reply is not None
         ]
 
 
 def failure_text(error: Exception) -> str:
-    """Returns the last line of an error's text, without what Ray appends about the possible causes of an actor's exit."""
+    """Returns the last line of an error's text, without Ray's sentences about possible causes of an actor's exit."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].partition(" Worker exit type")[0]
 
 
 def answer_of(call: Any) -> Any:
-    """Waits for the exchange's answer to `call`. Raises ExchangeFailed if the actor is gone, failed or does not answer."""
+    """Waits for the exchange's answer to `call`, and returns it.
+
+    Raises ExchangeFailed if the actor is gone, has failed, or does not answer within `PATIENCE_S`.
+    """
     with ray_errors_as_exchange_failed():
         return ray.get(call, timeout=PATIENCE_S)
 
@@ -236,7 +246,7 @@ ExchangeMethod = Callable[Concatenate[StragglerExchange, int, ...], object]
 
 @dataclass(frozen=True)
 class ExchangeAnswer:
-    """The exchange's answer to a call (`turn_engine.Answer`)."""
+    """The pending answer to a call of the exchange (`turn_engine.Answer`)."""
 
     call: Any
     """Ray's reference to the answer."""
@@ -249,11 +259,14 @@ class ExchangeAnswer:
 
 
 def ask_exchange(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> ExchangeAnswer:
-    """Calls a method of the exchange for an engine, without waiting for the answer."""
+    """Calls a method of the exchange in the name of an engine, without waiting. Returns the pending answer."""
     return ExchangeAnswer(getattr(actor, method.__name__).remote(engine, *arguments))
 
 
 async def ask_exchange_async(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> Any:
-    """Calls a method of the exchange for an engine, and returns the answer. Raises ExchangeFailed if there is none."""
+    """Calls a method of the exchange in the name of an engine, and returns the answer.
+
+    Raises ExchangeFailed if the exchange is gone, has failed, or does not answer within `PATIENCE_S`.
+    """
     with ray_errors_as_exchange_failed():
         return await asyncio.wait_for(getattr(actor, method.__name__).remote(engine, *arguments), PATIENCE_S)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs remote drafters as Ray actors. The driver's side supervises them, and tells the engines their addresses.
+"""Runs remote drafters as Ray actors. The driver supervises them, and tells the engines their addresses.
 
-The driver never waits for a drafter. No failure here ends the run, because without drafters the engines decode plainly.
+The driver never waits for a drafter. No failure of a drafter ends the run, because engines decode without drafts if they have
+no drafter.
 """
 
 import os
@@ -23,9 +24,9 @@ from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterS
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 
 HANG_S = 30.0
-"""Seconds of silence after which a drafter is restarted."""
+"""A drafter is restarted after this number of seconds without a sign of life."""
 START_S = 600.0
-"""Most seconds that a drafter may take to load its model."""
+"""Largest number of seconds that a drafter may take to load its model."""
 
 
 @ray.remote(max_restarts=-1, num_cpus=1)
@@ -35,8 +36,9 @@ class SpecrolloutDrafter:
     def __init__(self, spec: DrafterSpec, host: str, secret: str) -> None:
         """Starts the drafter and returns at once.
 
-        `host` is the interface on which the drafter listens, or empty for the address of its node. `secret` is the run's. It
-        is an argument and not a variable of the environment, because Ray writes actors' environments into its logs.
+        `host` is the interface on which the drafter listens, or empty for the address of its node. `secret` is the secret of
+        the run. It is an argument and not an environment variable, because Ray writes the environment variables of actors into
+        its logs.
         """
         os.environ |= {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -48,7 +50,7 @@ class SpecrolloutDrafter:
         threading.Thread(target=self._serve, args=(spec,), daemon=True).start()
 
     def status(self) -> DrafterReport:
-        """Returns the latest report. Raises RuntimeError if the drafter cannot start, or has failed."""
+        """Returns the latest report of the drafter. Raises RuntimeError if the drafter cannot start or has failed."""
         if self._failure:
             raise RuntimeError(self._failure)
         return replace(self._report, process=self._process, silence_s=time.monotonic() - self._heard_s)
@@ -72,13 +74,13 @@ class _Drafter:
 
     link: ActorLink
     status: DrafterReport | None = None
-    """Latest report, or None before the first one and after a failure."""
+    """Latest report of the drafter, or None before the first report and after a failure."""
     last_process: int = 0
     num_restarts: int = 0
     is_told: bool = False
-    """True if the driver has reported the latest failure."""
+    """Whether the driver has reported the latest failure to the user."""
     told_problem: str = ""
-    """The latest problem with new weights that the driver has reported."""
+    """The latest problem with new weights that the driver has reported to the user."""
 
     @property
     def address(self) -> str:
@@ -89,9 +91,9 @@ class _Drafter:
         return f" at {self.address}" if self.address else ""
 
     def poll(self) -> str | None:
-        """Reads a new report, and restarts a failed drafter. Returns a sentence after a failure.
+        """Reads a new report, and restarts a drafter that has failed. Returns a sentence for the user after a failure.
 
-        If a process dies and is restarted between two polls, only the report of the new process reveals it.
+        If a process dies and Ray restarts it between two polls, only the report of the new process shows this.
         """
         try:
             status: DrafterReport | None = self.link.answer()
@@ -113,7 +115,7 @@ class _Drafter:
         return sentence
 
     def new_problem(self) -> str | None:
-        """Returns a sentence if newer weights cannot be used, but only once for each reason."""
+        """Returns a sentence for the user if the drafter cannot use newer weights, but only once for each reason."""
         problem = "" if self.status is None else self.status.weights_problem
         if problem in ("", self.told_problem):
             return None
@@ -126,7 +128,7 @@ class _Drafter:
     def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
         """Notes a failure, and restarts the actor's process if it `is_alive`.
 
-        Returns a sentence about the failure, or None if one was returned before.
+        Returns a sentence about the failure, or None if a sentence about it was returned before.
         """
         where = self._where
         was_told = self.is_told
@@ -141,7 +143,7 @@ class _Drafter:
 class RemoteDrafters:
     """Owns the run's remote drafters, and tells the engines their addresses.
 
-    Drafters on GPUs start at the first `update`, when all processes of NeMo-RL have their GPUs. Others start at once.
+    Drafters on GPUs start at the first `update`, when all processes of NeMo-RL have their GPUs. Other drafters start at once.
     """
 
     def __init__(
@@ -154,7 +156,10 @@ class RemoteDrafters:
         self._sent: list[str] = []
 
     def update(self, engines: EngineClient) -> None:
-        """Looks after the drafters, and sends their addresses to the engines if they have changed. Safe during a rollout."""
+        """Reads the drafters' reports, and sends their addresses to the engines if they have changed.
+
+        Safe during a rollout.
+        """
         if self._drafters is None:
             self._drafters = [_Drafter(link) for link in self._start()]
         for number, drafter in enumerate(self._drafters):
@@ -175,7 +180,7 @@ class RemoteDrafters:
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of drafters since the start of the run."""
+        """Number of restarts of drafters since the start of the run."""
         return sum(drafter.num_restarts for drafter in self._drafters or ())
 
     def close(self) -> None:
@@ -186,7 +191,10 @@ class RemoteDrafters:
 
 
 def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], log: StepLog) -> RemoteDrafters:
-    """Starts `drafter.workers` drafters for a policy that is served with `vllm_cfg`. Raises ConfigError if they cannot run."""
+    """Starts `drafter.workers` remote drafters for a policy that is served with `vllm_cfg`.
+
+    Raises ConfigError if they cannot run.
+    """
     secret = secret_of_run()
 
     def start() -> list[ActorLink]:
@@ -203,7 +211,7 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
 
 
 def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
-    """Returns what `DrafterStats` says about the time between two readings, over all engines together, by name.
+    """Returns the drafter statistics for the time between two readings, over all engines together, by name.
 
     `before` and `after` are results of `EngineClient.drafter_stats`.
     """

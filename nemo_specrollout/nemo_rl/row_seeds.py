@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds of the rows that NeMo-RL's rollouts request. A seed depends on what a row is, and never on where or when it runs.
+"""Seeds of the rows (samples) that NeMo-RL's rollouts request. They do not depend on where or when a row is decoded.
 
-NeMo-RL passes the tokens of a row to the generation, but no index. If the row's rollout is known (`current_sample`), the
-seed follows from the rollout. Otherwise it follows from the prompt's content, and from the number of earlier rows with that
-content under the same weights. This tells the siblings of a GRPO group apart, because they arrive in order.
+NeMo-RL passes the tokens of a row to the generation, but no index. If it is known which sample a row belongs to
+(`current_sample`), its seed follows from the sample. Otherwise the seed follows from the prompt's content, and from the number
+of earlier rows with the same content under the same weights. So the samples of one prompt get different seeds, because they
+arrive in order.
 """
 
 import json
@@ -21,27 +22,29 @@ import numpy as np
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 SEEDS_KEY = "specrollout_seeds"
-"""Key of a generation's input. Its value is the seed of each row."""
+"""Key of a generation's input. Its value has the seed of each row."""
 ROOTS_KEY = "specrollout_prompt_lengths"
-"""Key of a generation's input. Its value is the length of each conversation's first prompt in tokens."""
+"""Key of a generation's input. Its value has for each row the length of its conversation's first prompt, in tokens."""
 DRAFTS_KEY = "specrollout_speculate"
-"""Key of a generation's input. Its value tells for each row whether it may have drafts.
+"""Key of a generation's input. Its value says for each row whether it may have drafts.
 
-An HTTP request may have this key in `vllm_xargs`, with 0 for no drafts.
-"""
+An HTTP request may have the same key in `vllm_xargs`. There the value 0 means that the request gets no drafts."""
 RECORD_KEY = "specrollout_record"
-"""Key of a generation's input. Its value tells for each row whether it is recorded for an audit."""
+"""Key of a generation's input. Its value says for each row whether it is recorded for an audit."""
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd
 _MAX_PROMPTS = 1 << 16
 """Number of prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
 _EXTRA_BODY = "extra_body"
-"""Key of a NeMo-Gym row's metadata. Its value is JSON that the model server merges into every request of the row."""
+"""Key in the metadata of a NeMo-Gym row. Its value is JSON that the model server merges into every request of the row."""
 _lock = Lock()
-"""Guards all counts of this process, because NeMo-RL's trajectory collector calls from several threads."""
+"""Guards all counts of this process, because several threads of NeMo-RL's trajectory collector use them."""
 
 
 class SeedKind(IntEnum):
-    """Kinds of seeds. Seeds of different kinds are never equal. A change of these numbers would change all rollouts."""
+    """Kinds of seeds. Requests of different kinds get different seeds, even for the same prompt.
+
+    A change of these numbers would change all rollouts.
+    """
 
     ROLLOUT = 0
     VALIDATION = 1
@@ -51,20 +54,23 @@ class SeedKind(IntEnum):
 
 
 class Row(NamedTuple):
-    """Facts about a row that NeMo-RL does not pass to its engines."""
+    """Facts about a row (sample) that NeMo-RL does not pass to its engines."""
 
     seed: int
     prompt_length: int
     """Length of the conversation's first prompt, in tokens."""
     speculate: bool = True
-    """False for a row that is decoded without drafts."""
+    """Whether the row may have drafts."""
     is_recorded: bool = False
-    """True for a row that is recorded for an audit. Rows of validations are not recorded."""
+    """Whether the row is recorded for an audit. Rows of validations are not recorded."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Identity of one rollout, by its row of the dataset, its number in the prompt's group, and the epoch."""
+    """Identity of a sample.
+
+    It is the index of the prompt in the dataset, the number of the sample among those of its prompt, and the epoch.
+    """
 
     prompt: int
     index: int
@@ -74,14 +80,14 @@ class Sample:
 
 
 current_sample: ContextVar[Sample | None] = ContextVar("specrollout_current_sample", default=None)
-"""Rollout that the current asyncio task makes. Every turn of it requests one row."""
+"""The sample that the current asyncio task rolls out. The task requests one row for each turn of the conversation."""
 
 
 class RowSeeds:
-    """Gives rows their seeds. Owns the number of requests for each content under the current policy version.
+    """Gives rows (samples) their seeds. Owns how often each content was requested under the current policy version.
 
-    Equal calls in equal order give equal seeds, whatever the number of engines. A new version resets the counts, so a
-    resumed run samples as an uninterrupted one does.
+    Equal calls in equal order give equal seeds, whatever the number of engines. A new policy version resets the counts. So a
+    resumed run samples the same as a run without interruption.
     """
 
     def __init__(self, run_seed: int, policy_version: int = 0) -> None:
@@ -113,17 +119,18 @@ class RowSeeds:
 def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
     """Returns the seed of the turn of `sample` whose prompt is `row`, an integer in [0, 2^63).
 
-    The policy version has no influence, so a group that is rolled out again with other weights or on another engine keeps
-    its seeds.
+    The seed does not depend on the policy version. So samples keep their seeds if they are rolled out again with other weights
+    or on another engine.
     """
     run = combine(run_seed, SeedKind.KNOWN_SAMPLE, sample.prompt)
     return request_seed(run, content_hash(row), sample.index, sample.epoch)
 
 
 class Conversations:
-    """Finds the prompt with which a conversation began, which all siblings of a group share. Owns the known prompts.
+    """Finds the first prompt of a conversation, which all samples of that prompt share. Owns the known prompts.
 
-    NeMo-RL requests a later turn with a longer prompt: the previous prompt, its response and the environment's answer.
+    For a later turn, NeMo-RL requests a row with a longer prompt. It consists of the prompt before, its response and the
+    environment's answer.
     """
 
     def __init__(self) -> None:
@@ -167,7 +174,7 @@ def prefix_hashes(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def gym_contents(rows: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """Returns the bytes from which each row of NeMo-Gym gets its seed. They are its question, which siblings share."""
+    """Returns the bytes from which each row of NeMo-Gym gets its seed. They are its question, which all its samples share."""
     questions = [row["responses_create_params"].get("input") for row in rows]
     return [list(json.dumps(question, sort_keys=True, default=str).encode()) for question in questions]
 
@@ -178,7 +185,7 @@ def given_seed(run_seed: int, given: int, prompt: Sequence[int]) -> int:
 
 
 def gym_row_with_seed(row: dict[str, Any], seed: int, draftless: Collection[str] = ()) -> dict[str, Any]:
-    """Returns NeMo-Gym's `row` such that each of its requests gets the OpenAI field `seed`. A row's own seed is kept.
+    """Returns a copy of NeMo-Gym's `row` in which each request gets the OpenAI field `seed`. A row's own seed is kept.
 
     Requests of agents whose names are in `draftless` also get a field that turns drafts off.
     """
@@ -192,7 +199,7 @@ def gym_row_with_seed(row: dict[str, Any], seed: int, draftless: Collection[str]
 
 
 def gym_request_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields, such as `seed`, that `gym_row_with_seed` gave to each request of NeMo-Gym's `row`."""
+    """Returns the fields, such as `seed`, that `gym_row_with_seed` has added to each request of NeMo-Gym's `row`."""
     fields: dict[str, Any] = json.loads(row["responses_create_params"]["metadata"][_EXTRA_BODY])
     return fields
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block and the facts of a run, which travel to other processes inside NeMo-RL's `policy.generation`."""
+"""The block and facts about a run, which travel to other processes inside NeMo-RL's `policy.generation`."""
 
 import json
 from collections.abc import Mapping, MutableMapping
@@ -19,26 +19,26 @@ _RUN_KEY = "specrollout_run"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run that NeMo-RL does not tell its generation."""
+    """Facts about a run that NeMo-RL does not pass to its generation."""
 
     seed: int
     """`grpo.seed`, or the seed of another algorithm."""
     first_version: int
-    """Training steps behind the weights at the start of the run."""
+    """Policy version at the start of the run, which is the number of training steps behind the weights."""
     last_version: int
-    """Training steps behind the weights at the end of the run."""
+    """Policy version at the end of the run."""
     heads: str
     """Path of the folder with the run's draft heads."""
     samples_per_prompt: int = 1
-    """Responses to each prompt of a step."""
+    """Number of responses to each prompt of a step."""
     in_flight: bool = False
-    """True if weights change while requests run. It is False under the SingleController, where they always do."""
+    """Whether weights change while requests run. It is False under the SingleController, where they always do."""
     recomputes_kv: bool = False
-    """True if an asynchronous run wants all KV recomputed whenever weights have changed."""
+    """Whether an asynchronous run wants all KV recomputed whenever the weights have changed."""
     filters_by_reward: bool = False
-    """True if rewards decide how many batches a step takes, so that a batch's step is not known in advance."""
+    """Whether rewards decide how many batches a step takes. If so, the step of a batch is not known in advance."""
     rows: str = ""
-    """Path of the folder in which the engines record rows for an audit, or empty if they record none."""
+    """Path of the folder in which the engines record rows (samples) for an audit, or empty if they record none."""
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":
@@ -47,7 +47,7 @@ class RunFacts:
 
 
 def changed_seed(checkpoint_config: Path, algorithm: str, seed: int) -> str | None:
-    """Returns a sentence if the run that wrote a checkpoint had another seed of its algorithm, and otherwise None.
+    """Returns a sentence for the user if the run that wrote a checkpoint had another seed, and otherwise None.
 
     `checkpoint_config` is the config that NeMo-RL has written into the checkpoint. If it cannot be read, None is returned.
     """

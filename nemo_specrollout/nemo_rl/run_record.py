@@ -22,7 +22,7 @@ _NATIVE_KEYS = (
     "mean_gen_tokens_per_sample",
     "avg_trajectory_age",
 )
-"""NeMo-RL's own metrics that the record keeps beside ours."""
+"""NeMo-RL's own metrics that are recorded besides those of this package."""
 _PHASE_TIMERS = {
     "generation_s": ("generation", "exposed_generation"),
     "logprob_s": ("policy_and_reference_logprobs", "logprob_inference_prep"),
@@ -32,18 +32,19 @@ _PHASE_TIMERS = {
     "checkpoint_s": ("checkpointing",),
     "step_s": ("total_step_time",),
 }
-"""NeMo-RL's timers of each phase and of the step, for all of its loops. The timers of one phase do not overlap."""
+"""For each phase of a step, and for the step, the names of NeMo-RL's timers in all of its loops. The timers of one phase do
+not overlap."""
 
 
 class RunRecord:
     """Owns `run.json`, `metrics.jsonl`, `samples.jsonl` and `summary.json` of a run, and files such as `ladder.json`.
 
-    Each line of `metrics.jsonl` is a training step. If a resumed run repeats a step, the later line counts. A step's line is
-    written when NeMo-RL has logged its timers, which come last.
+    Each line of `metrics.jsonl` is a training step. If a resumed run repeats a step, the later line counts. The line of a step
+    is written when NeMo-RL has logged the step's timers, which it does last.
     """
 
     def __init__(self, log_dir: Path, facts: Mapping[str, Any], clock: Callable[[], float] = time.time) -> None:
-        """`facts` go into `run.json`. `clock` returns the seconds since 1970."""
+        """`facts` are written to `run.json`. `clock` returns the seconds since 1970."""
         self._clock = clock
         self.folder = log_dir / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -56,9 +57,9 @@ class RunRecord:
         self._open: dict[str, Any] | None = None
 
     def add(self, step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
-        """Begins a step's line with its metrics, entries and alarms, appends its samples, and writes its files.
+        """Begins the line of a step with its metrics, entries and alarms. Appends the step's samples, and writes its files.
 
-        A metric whose name has a further slash, such as `tail/moves`, is left out because an entry has it.
+        A metric that has another slash in its name, such as `tail/moves`, is left out, because an entry has it.
         """
         self.finish_step()
         ours = {k.removeprefix(PREFIX): x for k, x in metrics.items() if k.startswith(PREFIX) or k in _NATIVE_KEYS}
@@ -70,7 +71,7 @@ class RunRecord:
             write_atomically(self.folder / name, text)
 
     def finish_step(self, timers: Mapping[str, Any] | None = None) -> None:
-        """Writes the step that `add` began, with NeMo-RL's `timers` in seconds, and rewrites the summary."""
+        """Writes the line that `add` has begun, with NeMo-RL's `timers` in seconds, and rewrites the summary."""
         if self._open is None:
             return
         record = self._open | _phases(timers or {}) | {ENDED: round(self._clock(), 3)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the block into effect under NeMo-RL's SingleController, an actor that rolls out, trains and refits.
 
-NeMo-RL's set-up on the driver builds objects for that actor, and ours replace three of them. Our rollouts know their samples,
-our data loader knows its epoch, and our weight synchronizer supervises the engines.
+NeMo-RL's set-up on the driver builds objects for that actor, and this package replaces three of them. The rollouts then know
+their samples, the data loader knows its epoch, and the weight synchronizer supervises the engines.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
 EPOCH_KEY = "specrollout_epoch"
-"""Key under which a prompt carries its epoch."""
+"""Key under which a prompt carries the epoch of the data loader."""
 
 
 class ControlledGeneration(SpecrolloutGeneration):
@@ -33,12 +33,15 @@ class ControlledGeneration(SpecrolloutGeneration):
 
     @property
     def _planned_step(self) -> int:
-        """Number of the data loader's latest batch, counted from 0. Its rows are requested after the next refit."""
+        """Number of the data loader's latest batch, counted from 0.
+
+        The rows of this batch are requested after the next refit.
+        """
         loader = PeekingLoader.latest()
         return -1 if loader is None else loader.num_taken - 1
 
     def _coming_rows(self, num_steps: int) -> list[list[EarlyRow]]:
-        """Returns the rows of at most `num_steps` coming batches, and none beyond the end of the run."""
+        """Returns the rows (samples) of up to `num_steps` coming batches, and none beyond the end of the run."""
         loader = PeekingLoader.latest()
         if not isinstance(loader, EpochDataLoader):
             return []
@@ -67,7 +70,7 @@ class ControlledGeneration(SpecrolloutGeneration):
 class SeededRollouts(AsyncRolloutImpl):
     """NeMo-RL's rollouts of one prompt.
 
-    Each rollout knows the identity of its sample in all of its turns, also when it is retried.
+    Each rollout knows the identity of its sample in all turns of the conversation, even if the rollout is retried.
     """
 
     async def _run_single_rollout(self, input_sample: Any, traj_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +81,7 @@ class SeededRollouts(AsyncRolloutImpl):
 
 
 class SeededGymRollouts(AsyncNemoGymRolloutImpl):
-    """NeMo-Gym's rollouts of one prompt. Each of its rows brings a seed to the engines' HTTP server."""
+    """NeMo-Gym's rollouts of one prompt. Each row brings a seed to the HTTP server of the engines."""
 
     def _build_inputs(self, input_sample: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         GymPrompts.gym = self._task_to_env["nemo_gym"]
@@ -100,13 +103,13 @@ class EpochDataLoader(PeekingLoader):
     """NeMo-RL's data loader, which writes its epoch into every prompt, and can show its next batches early."""
 
     def __init__(self, first_epoch: int, *args: Any, **kwargs: Any) -> None:
-        """`first_epoch` is the epoch of the checkpoint that the run resumes from."""
+        """`first_epoch` is the epoch of the checkpoint from which the run resumes, or 0."""
         super().__init__(*args, **kwargs)
         self._next_epoch = first_epoch
 
     @property
     def epoch(self) -> int:
-        """The current epoch."""
+        """Number of the current epoch."""
         return self._next_epoch - 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -155,7 +158,7 @@ class SupervisingSynchronizer:
 def make_synchronizer(
     make: Any, *args: Any, generation: ControlledGeneration, **kwargs: Any
 ) -> SupervisingSynchronizer:
-    """Makes a weight synchronizer with NeMo-RL's function `make`, and wraps it."""
+    """Makes a weight synchronizer with NeMo-RL's function `make`, and wraps it so that it also supervises the engines."""
     return SupervisingSynchronizer(make(*args, generation=generation, **kwargs), generation)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a step, which passes from the supervisor of the engines to NeMo-RL's logger."""
+"""The log of a training step, which passes from the supervisor of the engines to NeMo-RL's logger."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,23 +8,27 @@ from typing import Any
 
 @dataclass
 class StepLog:
-    """Log of a step, which the supervisor fills and the logger takes."""
+    """Log of a training step. The supervisor of the engines fills it, and the logger takes it."""
 
     figures: dict[str, float] = field(default_factory=dict)
-    """Numbers by name that NeMo-RL's own metrics lack."""
+    """Metrics by name that the logger adds to those that NeMo-RL logs."""
     entries: dict[str, Any] = field(default_factory=dict)
-    """Structured entries by name, which go into the step's line of `metrics.jsonl`."""
+    """Structured entries by name, which are written into the step's line of `metrics.jsonl`."""
     alarms: list[str] = field(default_factory=list)
     """Sentences for the user, which are recorded and printed."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Sample stats, which go into the step's line of `samples.jsonl`."""
+    """Statistics of samples, which are written into the step's line of `samples.jsonl`."""
     files: dict[str, str] = field(default_factory=dict)
-    """Texts of whole files by name, which replace the files of these names beside the records."""
+    """Content of whole files by name. They are written into the folder of the records, and replace older ones."""
     source: Callable[[], Callable[[], dict[str, float]] | None] | None = None
-    """Weak reference to a function that returns the step's figures, for loops of NeMo-RL that never request them."""
+    """Weak reference to a function that computes `figures`. The logger uses it in loops of NeMo-RL that never ask for this
+    package's metrics."""
 
     def take(self, *, request_figures: bool = False) -> "StepLog":
-        """Returns and clears the log. With `request_figures`, figures that nothing has logged are requested from `source`."""
+        """Returns the log and clears it.
+
+        With `request_figures`, `figures` is taken from the function of `source` if nothing else has filled it.
+        """
         request = self.source() if request_figures and self.source is not None else None
         if request is not None and not self.figures:
             self.figures = request()
@@ -38,4 +42,4 @@ class StepLog:
 
 
 STEP_LOG = StepLog()
-"""Log of the process that supervises the engines: NeMo-RL's driver, or the actor of its SingleController."""
+"""Log of the process that supervises the engines, which is NeMo-RL's driver or the actor of its SingleController."""

@@ -53,12 +53,12 @@ _SPEED_KEYS = (
 )
 """Keys of NeMo-RL's `vllm_cfg` on which decode speeds depend."""
 THREADS_OF_ENGINE = 4
-"""Threads of the exchange's actor for each engine, of which one waits for orders and the others deliver requests."""
+"""Number of threads that the exchange's actor has for each engine. One waits for orders, and the others deliver requests."""
 
 
 @ray.remote(num_cpus=0)
 class SpecrolloutExchange(StragglerExchange):
-    """The exchange as a Ray actor. It ends with the driver that made it, and the engines can continue without it."""
+    """The exchange of requests as a Ray actor. It ends with the driver that made it. Engines can continue without it."""
 
 
 class EngineStillDecodes(RuntimeError):
@@ -66,7 +66,7 @@ class EngineStillDecodes(RuntimeError):
 
 
 class ExchangeDriver:
-    """The driver's side of the exchange, which owns the exchange's actor.
+    """The driver's part of the exchange of requests, which owns the exchange's actor.
 
     If the actor is lost, the run goes on without moves and races.
     """
@@ -80,7 +80,7 @@ class ExchangeDriver:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Context of a rollout of synchronous engines."""
+        """Context of a rollout in which synchronous engines share their requests."""
         self._call(StragglerExchange.begin)
         try:
             yield
@@ -93,10 +93,10 @@ class ExchangeDriver:
     ) -> Iterator[None]:
         """Context of a refit of asynchronous engines.
 
-        Before its body begins, it waits until all turns have ended, so that no engine decodes requests of others.
-
-        Every `patience_s` seconds it reports which engines it waits for. An engine that ends no turn within `silence_s`
-        seconds leaves the exchange for good. Raises EngineStillDecodes if even that does not succeed within `leave_s` seconds.
+        On entry it waits until all turns have ended, so that no engine decodes requests of other engines. Every `patience_s`
+        seconds it reports which engines it waits for. An engine that ends no turn within `silence_s` seconds leaves the
+        exchange for good. Raises EngineStillDecodes if this engine does not stop its requests within another `leave_s`
+        seconds.
         """
         try:
             for engine, waited_s in self._silent_engines(patience_s, silence_s):
@@ -108,7 +108,8 @@ class ExchangeDriver:
     def _silent_engines(self, patience_s: float, silence_s: float) -> Iterator[tuple[int, float]]:
         """Pauses the exchange, and waits until no engine has a turn.
 
-        Yields each engine whose turn has not ended after `silence_s` seconds, with the seconds. The caller must remove it.
+        If the turn of an engine has not ended after `silence_s` seconds, it yields the engine and the seconds. The caller must
+        then remove the engine.
         """
         started_s = time.monotonic()
         while busy := self._call(StragglerExchange.pause, patience_s):
@@ -122,7 +123,10 @@ class ExchangeDriver:
                 yield from ((engine, waited_s) for engine in busy)
 
     def _remove(self, engine: int, waited_s: float, leave_s: float) -> None:
-        """Makes an engine stop the requests of the exchange and decode only its own, unless it has died."""
+        """Makes an engine stop the requests of the exchange and decode only its own, unless the engine has died.
+
+        Raises EngineStillDecodes if it does not do so within `leave_s` seconds.
+        """
         self._call(StragglerExchange.leave, engine)
         try:
             ray.get(self._engines.start(engine, EngineActorCalls.specrollout_leave_exchange), timeout=leave_s)
@@ -138,11 +142,11 @@ class ExchangeDriver:
         )
 
     def figures(self) -> Mapping[str, float]:
-        """Returns figures of moves and races since the previous call, by name, or none if the actor is lost."""
+        """Returns metrics of moves and races since the last call, by name, or nothing if the exchange is lost."""
         return self._call(StragglerExchange.take_figures) or {}
 
     def speed_table(self, policy: str) -> SpeedTableFile | None:
-        """Returns the decode speeds that this run has measured so far, or None if there are none or the actor is lost."""
+        """Returns the decode speeds that this run has measured so far, or None if there are none or the exchange is lost."""
         table: SpeedTableFile | None = self._call(StragglerExchange.speed_table, _device(), policy)
         return table
 
@@ -164,7 +168,7 @@ class ExchangeDriver:
 def start_exchange(
     block: SpecrolloutConfig, num_engines: int, max_new_tokens: int, ladder: SpeedTableFile | None
 ) -> Any:
-    """Starts the exchange's actor, whose decode speeds start from those of `ladder`. Returns its handle."""
+    """Starts the exchange's actor, whose decode speeds start from those of `ladder`. Returns the actor's handle."""
     config = block.fastest_of_n
     assert config is not None
     methods = [draft_method(block.of_engine(engine)) for engine in range(num_engines)]
@@ -174,9 +178,9 @@ def start_exchange(
 
 
 def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: int) -> KeptSpeeds:
-    """Returns the object that reads the decode speeds which an earlier start with such engines kept, and keeps this run's.
+    """Returns the object that reads the decode speeds of an earlier start with such engines, and writes those of this run.
 
-    `generation_config` is NeMo-RL's.
+    `generation_config` is NeMo-RL's `policy.generation`.
     """
     about = {
         "vllm": vllm_version(),
@@ -194,17 +198,17 @@ def _device() -> str:
 
 
 class Supervisor:
-    """Owns the refresh of the draft head, the remote drafters and the exchange of requests, as far as the block has them.
+    """Owns the refresh of the draft head, the remote drafters and the exchange of requests, if the block has them.
 
-    One process of a run has a supervisor, which is the driver or the actor of NeMo-RL's SingleController. Remote drafters
-    start with the supervisor, while the engines load. Call `attach` when the engines have processes, then `open_exchange`
-    when they have models, then `begin_step` and `end_step` in each step, and finally `close` and `close_exchange`.
+    One process of a run has a supervisor. It is the driver or the actor of NeMo-RL's SingleController. Remote drafters start
+    with the supervisor, while the engines load. Call `attach` when the engines have processes, and `open_exchange` when they
+    have models. Call `begin_step` and `end_step` in each step, and finally `close` and `close_exchange`.
     """
 
     def __init__(self, block: SpecrolloutConfig, generation_config: Any, log: StepLog) -> None:
-        """`generation_config` is NeMo-RL's.
+        """`generation_config` is NeMo-RL's `policy.generation`.
 
-        Raises ConfigError if the file of decode speeds is not valid, or the remote drafters cannot start.
+        Raises ConfigError if the file of decode speeds is not valid, or if the remote drafters cannot start.
         """
         self._ladder = ladder_of(block)
         self._block = block
@@ -214,7 +218,7 @@ class Supervisor:
         self._refresh: HeadRefresh | None = None
         self._exchange: ExchangeDriver | None = None
         self._kept: KeptSpeeds | None = None
-        """Decode speeds that are kept for the next start, or None without an exchange."""
+        """Decode speeds that are kept for the next start of the run, or None without an exchange."""
         self._drafters: RemoteDrafters | None = None
         if self._block.remote is not None and self._block.remote.workers:  # the user starts drafters at `addresses`
             self._drafters = start_drafters(self._block.remote, generation_config["vllm_cfg"], log)
@@ -245,13 +249,13 @@ class Supervisor:
         ray.get([start(engine, join, actor=actor, engine=engine) for engine in engines])
 
     def close(self) -> None:
-        """Ends the refresh and the remote drafters. The engines may still be running."""
+        """Ends the refresh of the draft head and the remote drafters. The engines may still be running."""
         for owned in (self._refresh, self._drafters):
             if owned is not None:
                 owned.close()
 
     def close_exchange(self) -> None:
-        """Ends the exchange. Call it after the engines have ended, because they use it."""
+        """Ends the exchange of requests. Call it after the engines have ended, because they use it."""
         exchange, kept = self._exchange, self._kept
         self._exchange = self._kept = None
         if exchange is not None:
@@ -263,12 +267,15 @@ class Supervisor:
         return nullcontext() if self._exchange is None else self._exchange.rollout()
 
     def new_weights(self) -> AbstractContextManager[None]:
-        """Context of a refit. Synchronous engines need nothing, because they have no requests outside a rollout."""
+        """Context of a refit. It pauses the exchange of asynchronous engines.
+
+        Synchronous engines need no pause, because they have no requests outside a rollout.
+        """
         is_async = self._config["vllm_cfg"]["async_engine"]
         return self._exchange.paused() if self._exchange is not None and is_async else nullcontext()
 
     def policy_updated(self, version: int) -> None:
-        """Tells the engines, the head trainer and the drafters that the engines have the weights of `version`."""
+        """Tells the engines, the head trainer and the drafters that the engines have policy version `version`."""
         self._engines.call(WorkerCalls.specrollout_policy_is, version)
         if self._refresh is not None:
             self._refresh.policy_updated(version)
@@ -281,14 +288,14 @@ class Supervisor:
         self._before = self._read()
 
     def note_requested(self, seeds: list[int]) -> None:
-        """Notes the seeds of rollouts that this process requests, so that their samples are kept in that order."""
+        """Notes the seeds of samples that this process requests, so that their statistics are logged in this order."""
         self._requested += seeds
 
     def end_step(self, version: int) -> dict[str, float]:
-        """Ends the step whose rows policy version `version` has sampled.
+        """Ends the step whose rows (samples) policy version `version` has sampled, and returns the metrics since `begin_step`.
 
-        Logs the samples and alarms of the step, and reports it to the head trainer, which refreshes the head if that is due.
-        Returns the metrics since `begin_step` by name, or none if there was no `begin_step`.
+        Logs the samples and alarms of the step. Reports the step to the head trainer, which refreshes the head if that is due.
+        Returns nothing if there was no `begin_step`.
         """
         before = self._before
         self._before = None
@@ -328,7 +335,7 @@ class Supervisor:
         return metrics
 
     def _exchanged(self, exchange: ExchangeDriver) -> dict[str, float]:
-        """Logs what moved and raced in the step, and keeps the decode speeds. Returns metrics about the rollout's tail."""
+        """Logs which requests moved and raced in the step, and keeps the decode speeds. Returns the metrics `tail/*`."""
         log = self._log
         log.entries["tail"] = exchange.figures()
         table = exchange.speed_table(self._config["model_name"])
@@ -342,7 +349,7 @@ class Supervisor:
         return metrics_below("tail", log.entries["tail"])
 
     def _refreshed(self, refresh: HeadRefresh, version: int, done: EngineTotals) -> dict[str, float]:
-        """Reports the step to the head trainer. Returns metrics of the heads."""
+        """Reports the step to the head trainer. Returns metrics of the draft heads."""
         now = time.perf_counter()
         steps_to_come = max(0, self._facts.last_version - version - 1)
         facts = step_facts(done, self._engines.num_engines, now - self._facts_at, steps_to_come)
@@ -351,6 +358,6 @@ class Supervisor:
         return {PREFIX + name: value for name, value in refresh.after_step(version, facts).items()}
 
     def _read(self) -> tuple[list[EngineTotals], list[DrafterStats]]:
-        """Returns the totals of each engine and, if there are remote drafters, their statistics in each engine."""
+        """Returns the totals of each engine, and the statistics of remote drafters in each engine if there are any."""
         totals_E = list(map(EngineTotals.from_wire, self._engines.call(WorkerCalls.specrollout_totals)))
         return totals_E, ([] if self._block.remote is None else self._engines.drafter_stats())

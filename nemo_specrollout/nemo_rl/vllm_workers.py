@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM workers of an engine under NeMo-RL, which combine our vLLM worker with NeMo-RL's worker extension.
+"""vLLM workers of an engine under NeMo-RL, which combine this package's vLLM worker with NeMo-RL's worker extension.
 
-vLLM refuses an extension that shares names with the worker class, unless the extension is a direct base of that class. Here
-it is a direct base, so `with_worker_names` does that check instead.
+vLLM refuses an extension that shares names with the worker class, but it does not check a direct base of that class. Here the
+extension is a direct base, so `with_worker_names` does the check instead.
 """
 
 import logging
@@ -33,9 +33,10 @@ check_patch_points(WORKER_POINTS)
 
 
 class ExtensionOverrides:
-    """Our overrides of NeMo-RL's worker extension.
+    """This package's overrides of NeMo-RL's worker extension.
 
-    They load a trainer's draft weights into the drafter, never into a module of the policy, and time weight updates.
+    They load the draft weights of a trainer into the drafter, and never into a module of the policy. They also time weight
+    updates.
     """
 
     model_runner: Any
@@ -43,7 +44,7 @@ class ExtensionOverrides:
     specrollout_router: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the models, and gives a drafter whose weights come by refit an lm_head of its own.
+        """Loads the models, and gives a drafter whose weights come by refit an LM head of its own.
 
         This must happen before CUDA graphs are captured, because these keep the addresses of weights.
         """
@@ -57,7 +58,7 @@ class ExtensionOverrides:
             self._part_drafter(["lm_head.weight"])
 
     def specrollout_policy_is(self, version: int) -> None:
-        """Notes the policy's version, which is also the version of native heads that are trained with the policy."""
+        """Notes the policy version, which is also the version of native heads that are trained with the policy."""
         super().specrollout_policy_is(version)  # type: ignore[misc]
         if self.specrollout_router is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
             self.specrollout_router.samples.head_version = version
@@ -86,9 +87,9 @@ class ExtensionOverrides:
 
 
 def with_worker_names(cls: type) -> type:
-    """Gives `cls` vLLM's own methods under `SHARED_NAMES`, and returns it.
+    """Gives `cls` vLLM's own methods under the names in `SHARED_NAMES`, and returns `cls`.
 
-    The bases of `cls` are overrides, NeMo-RL's extension and vLLM's worker. Raises ConfigError if extension and worker
+    The bases of `cls` are overrides, NeMo-RL's worker extension and vLLM's worker. Raises ConfigError if extension and worker
     share another name, because the extension's method would replace vLLM's.
     """
     _, extension, worker = cls.__bases__
@@ -105,11 +106,11 @@ def with_worker_names(cls: type) -> type:
 
 @with_worker_names
 class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutWorker):
-    """vLLM worker that is refitted through NeMo-RL's IPC or collectives."""
+    """vLLM worker that NeMo-RL refits through IPC or collectives."""
 
 
 @with_worker_names
 class NemoRlCheckpointEngineWorker(
     ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, SpecrolloutWorker
 ):
-    """vLLM worker that is refitted through NeMo-RL's checkpoint engine."""
+    """vLLM worker that NeMo-RL refits through its checkpoint engine."""

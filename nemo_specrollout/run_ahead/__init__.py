@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of coming steps, made early in free slots of engines, and samples of one policy version although weights change."""
+"""Decodes requests of coming steps in free slots of engines, and lets each sample come from one policy version."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's texts of coming steps while no engine works on them, and what updates have taught about them (`run_ahead`).
+"""The driver's texts for coming steps while no engine works on them, and what weight updates have taught about such texts.
 
-A plan tells an engine which requests of coming steps it may decode early, and lasts until the engine must stop with them.
-This module needs no Ray, threads or engines, so the driver of a NeMo-RL run and that of a local run can both use it.
+A plan tells an engine which requests of coming steps it may decode early. It lasts until the engine must stop to decode them.
+This module needs no Ray, threads or engines. So the driver of a NeMo-RL run and that of a local run can both use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,31 +23,32 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
 @dataclass(frozen=True)
 class AheadPlan:
-    """What one engine may start early, and what it needs to know about updates of the weights."""
+    """Tells one engine which requests of coming steps it may decode early, and how much a weight update may change."""
 
     rows: list[EarlyRow]
     """Requests of coming steps with their known texts, the nearest step first."""
     scale: float
-    """How far an update moves the difference of two scores, in nats (`FlipModel`)."""
+    """How far a weight update is expected to move the difference between the scores of two tokens, in nats (`FlipModel`)."""
     kept: float
-    """Share of the tokens made ahead that an update leaves right."""
+    """Share of the tokens of a text made ahead that a weight update is expected to leave unchanged."""
 
 
 class ComingTexts:
-    """Owns the texts of coming steps, by the policy version of their step, while no engine works on them.
+    """Owns the texts for coming steps while no engine works on them, by the policy version of their step.
 
-    `plans` tells what each engine may start, `keep` stores what engines have made when they end a plan, and `learn` is told
-    how much of a step's texts was right.
+    `plans` says what each engine may decode early. `keep` stores what the engines have decoded when they end their plans.
+    `learn` gets counts of how much of the texts for a step agreed with its responses.
     """
 
     LEARNED: ClassVar = ("_flips", "_depth")
-    """Fields with which a later start of the run begins (`learned/state.py`)."""
+    """Fields that a later start of the run takes over (`learned/state.py`)."""
 
     def __init__(self, config: RunAheadConfig, *, begins_again: bool = False) -> None:
-        """`config` bounds the steps and the memory of the texts.
+        """`config` limits the number of coming steps and the memory of their texts.
 
-        `begins_again` means that the texts are those of engines' own requests, which start over when weights change. The
-        engines keep such texts themselves, so this object only learns how much of them was right.
+        `begins_again` means that the engines' own requests start over when the weights change, and that the texts are theirs.
+        The engines keep such texts themselves. Then this object only learns how much of the texts agreed with the later
+        responses.
         """
         self._config = config
         self._begins_again = begins_again
@@ -57,45 +58,47 @@ class ComingTexts:
         self._planned: dict[int, list[int]] = {}
         """Seeds of the requests of the latest plan, by the policy version of their step."""
         self._num_engines = 1
-        """Number of engines in the latest plan, at least 1."""
+        """Number of engines that got the latest plan, at least 1."""
         self._version: int | None = None
-        """Policy version of the latest plan."""
+        """Policy version that the engines had in the latest plan."""
         self._has_new_weights = True
-        """Whether the latest plan is the first one of its version, so that known texts were made by older weights."""
+        """Whether the latest plan is the first one with its policy version. If so, older weights have made all texts that it
+        knows."""
         self._in_flight: list[int] = []
-        """Number of tokens that texts had when the weights of that version arrived, for its own step and each later one."""
+        """Number of tokens that texts had when the weights of policy version `_version` arrived. The first number is for the
+        step of this version, and the others are for the steps after it."""
         self._effort = EarlyFigures()
-        """Sum of what engines did for coming steps since the last step."""
+        """Sum of what engines have done for coming steps since the metrics of the last step."""
         self._alarms: list[str] = []
 
     @property
     def chooses_steps(self) -> bool:
-        """Whether the number of coming steps depends on measurements."""
+        """Whether measurements decide for how many coming steps texts are made."""
         return isinstance(self._config.steps, str)
 
     @property
     def steps(self) -> int:
-        """Number of coming steps that the next plan should have."""
+        """Number of coming steps for which the next plan should have requests."""
         return self._depth.steps if isinstance(self._config.steps, str) else self._config.steps
 
     def of(self, version: int) -> dict[int, TextAhead]:
-        """Returns the texts of the step of a policy version, by the seeds of their requests."""
+        """Returns the texts for the step with policy version `version`, by the seeds of their requests."""
         return self._store.of(version)
 
     def num_texts(self, version: int) -> int:
-        """Returns how many requests of the step of a policy version have a text."""
+        """Returns how many requests of the step with policy version `version` have a text."""
         return self._store.num_texts(version)
 
     def forget_before(self, version: int) -> None:
-        """Forgets the texts of steps before that of a policy version."""
+        """Forgets the texts for all steps before the one with policy version `version`."""
         self._store.forget_before(version)
 
     def plans(self, version: int, steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[AheadPlan]:
-        """Returns what each engine may start early, in the order of the engines.
+        """Returns a plan for each engine, which says what the engine may decode early.
 
         Args:
             version: Policy version of the weights that the engines have.
-            steps: Requests of each coming step, of which the first is that of `version` + 1.
+            steps: Requests of each coming step. The first step is that of `version` + 1.
             num_engines: Number of engines that get a plan, which is 0 while all are dead.
         """
         self._note_flights(version)
@@ -106,9 +109,11 @@ class ComingTexts:
         return [AheadPlan(rows, self._flips.scale, self._depth.kept) for rows in shares(known, num_engines)]
 
     def keep(self, made_E: Iterable[EarlyMade], *, is_interrupted: bool = False) -> None:
-        """Stores what engines have made in the latest plan. Adds an alarm if even the next step's texts do not fit.
+        """Stores what engines have made in the latest plan.
 
-        `is_interrupted` means that the plan has ended before the weights change. Such a plan does not tell how many requests
+        Adds an alarm if texts for the next step do not fit into the memory.
+
+        `is_interrupted` means that the plan has ended before the weights change. Such a plan does not show how many requests
         engines can start in the time of a step.
         """
         version_of = {seed: version for version, seeds in self._planned.items() for seed in seeds}
@@ -128,9 +133,9 @@ class ComingTexts:
             self._depth.observe_flights(flights)
 
     def learn(self, version: int, kept: KeptCounts) -> dict[str, float]:
-        """Learns from `kept` how much of the texts of a policy version's step was right. Returns the step's metrics.
+        """Learns how much of the texts for one step agreed with its responses. Returns the metrics of this step.
 
-        The texts of this step must not have been forgotten yet.
+        `version` is the policy version of the step, whose texts must not have been forgotten yet. `kept` has the counts.
         """
         if kept.num_texts:
             self._flips.observe_counts(kept.gaps_G, kept.num_flips)
@@ -147,10 +152,10 @@ class ComingTexts:
         }
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Notes two measured times in seconds.
+        """Learns two measured times in seconds, which decide how many coming steps are planned.
 
-        `verify_row_s` is the time by which a verified row makes an engine step longer, and `token_s` is the mean time of a
-        token in a rollout without drafts.
+        `verify_row_s` is the time by which a verified row makes an engine step longer. `token_s` is the mean time of a token
+        in a rollout without drafts.
         """
         self._depth.observe_price(verify_row_s, token_s)
 
@@ -161,7 +166,10 @@ class ComingTexts:
         return alarms
 
     def _note_flights(self, version: int) -> None:
-        """Notes the length of the texts for the step whose weights have just arrived, and for the steps after it."""
+        """Notes the lengths of all texts when new weights have arrived.
+
+        They are for the step of these weights and the steps after it.
+        """
         self._has_new_weights = version != self._version
         if self._has_new_weights:
             last = max(self._planned, default=version)
@@ -174,9 +182,9 @@ class ComingTexts:
 
 
 def shares(steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[list[EarlyRow]]:
-    """Divides the requests of each step among the engines. Returns each engine's share, the nearest step first.
+    """Divides the requests of each step among the engines. Returns the share of each engine, the nearest step first.
 
-    Requests that follow each other mostly go to the same engine, because the samples of a prompt share its cached prefix.
+    Most requests that follow each other go to the same engine, because the samples of a prompt share its cached prefix.
     """
     dealt: list[list[EarlyRow]] = [[] for _ in range(num_engines)]
     for rows in steps:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's end of `run_ahead`, which plans what engines may decode early and carries the texts to their requests.
+"""The driver's part of `run_ahead`, which plans what engines may decode early and brings the texts to their requests later.
 
-An engine decodes a request of a coming step with the weights that it has, which are older than those of that step. But it
-knows the request's seed already, and so its noise. Therefore the text can serve as drafts for the same request when its step
-has come. It is used for nothing else.
+An engine decodes a request of a coming step with the weights that it has, which are older than those of the coming step. But
+the request already has its seed, and so its noise. So when its step has come, most of the text is what the new weights sample
+too. The text then serves as drafts for the request, and is used for nothing else.
 """
 
 import threading
@@ -22,7 +22,8 @@ from nemo_specrollout.run_ahead.texts import KeptCounts
 
 Parameters = ParamSpec("Parameters")
 SLICE_S = 0.1
-"""Seconds for which a synchronous engine works ahead at a time. Its other calls wait for the end of such a slice."""
+"""Seconds for which a synchronous engine decodes requests of coming steps at a time. Other calls of the engine wait until such
+a slice ends."""
 
 
 class Engines(Protocol):
@@ -59,7 +60,8 @@ def ask_all(
 def replies_of(calls: Sequence[Any]) -> Iterator[Any]:
     """Yields the reply to each call of an engine actor, except those of engines that have died.
 
-    The texts of a dead engine are only drafts, so nothing is lost with them. NeMo-RL notices the death by its own calls.
+    With a dead engine only texts that it has made ahead are lost, which are nothing but drafts. NeMo-RL notices the death by
+    its own calls.
     """
     for call in calls:
         try:
@@ -69,31 +71,34 @@ def replies_of(calls: Sequence[Any]) -> Iterator[Any]:
 
 
 class RunAhead:
-    """Lets engines decode requests of coming steps. Owns `ComingTexts`, and the thread that keeps idle engines at work.
+    """Lets engines decode requests of coming steps, and brings the texts to these requests later.
 
-    When the weights of a policy version have arrived, `plan` tells the engines what they may start in slots that the rollout
-    leaves empty. `work` lets engines that have nothing else to do continue with it, in slices. `end` stops everything before
-    the weights change or the engines sleep, and collects the texts, which the next `plan` brings back.
+    When the weights of a policy version have arrived, `plan` tells the engines which requests of coming steps they may decode
+    in slots that the rollout leaves empty. `work` lets engines that have nothing else to do continue with these requests, in
+    slices. `end` stops them before the weights change or the engines sleep, and collects the texts. The next `plan` gives the
+    texts to the engines again.
 
-    Invariant: after `end` no early request is in an engine, and none starts before the next `plan`.
+    Owns the texts (`ComingTexts`), and the thread that keeps idle engines at work.
+
+    Invariant: after `end` no engine has a request of a coming step, and none starts before the next `plan`.
     """
 
     def __init__(self, engines: Engines, config: RunAheadConfig, *, begins_again: bool = False) -> None:
-        """`begins_again` means that engines' own requests start over when weights change while they run.
+        """`begins_again` means that requests start over if the weights change while they run, as in an asynchronous run.
 
-        Such engines get no requests of coming steps, because they are never idle. A plan only tells them how far the next
-        update will probably move scores, so that they can decode branches of their own requests.
+        The engines then get no requests of coming steps, because they are never idle. A plan only tells them how far the next
+        weight update will probably move scores. With that they decode branches of their own requests.
         """
         self._engines = engines
         self._begins_again = begins_again
         self._coming = ComingTexts(config, begins_again=begins_again)
         self._kept: KeptUpdates | None = None
         self._version = 0
-        """Policy version of the latest plan."""
+        """Policy version that the engines had in the latest plan."""
         self.num_texts = 0
         """Number of texts that were available for the requests of all steps so far."""
         self.num_brought = 0
-        """Number of requests that have used such a text."""
+        """Number of requests that have used a text that was made ahead."""
         self._is_planned = False
         self._alarms: list[str] = []
         self._stop = threading.Event()
@@ -101,21 +106,21 @@ class RunAhead:
         self._thread: threading.Thread | None = None
 
     def keep(self, config: LearnedConfig, model: str, *, resumes: bool) -> None:
-        """Writes what is learned from updates to a file from now on. A run that resumes begins with what was kept there."""
+        """From now on writes what weight updates teach to a file. A run that resumes begins with what the file has."""
         self._kept = KeptUpdates(self._coming, config, model, begins_again=self._begins_again)
         self._kept.begin(resumes=resumes)
 
     @property
     def steps(self) -> int:
-        """Number of coming steps that the next plan should have."""
+        """Number of coming steps for which the next plan should have requests."""
         return self._coming.steps
 
     def plan(self, version: int, steps: Sequence[Sequence[EarlyRow]]) -> None:
-        """Gives the engines the texts of the step whose weights they have, and their shares of the coming steps' requests.
+        """Gives the engines the texts of the current step, and tells them which requests of coming steps they may decode.
 
         Args:
             version: Policy version of the weights that the engines have.
-            steps: Requests of each coming step, of which the first is that of `version` + 1.
+            steps: Requests of each coming step. The first step is that of `version` + 1.
         """
         self.end(keeps_cache=True, is_interrupted=True)
         self._version = version
@@ -134,10 +139,10 @@ class RunAhead:
         list(replies_of(calls))
 
     def work(self, after: int) -> None:
-        """Lets engines that have nothing else to do continue with the plan, in slices, until `end`.
+        """Lets engines that have nothing else to do decode requests of coming steps, in slices, until `end`.
 
-        A synchronous engine starts when it has ended `after` calls of `generate` since the start of the run, so that it does
-        not work ahead before its part of the current rollout.
+        A synchronous engine starts with this when it has ended `after` calls of `generate` since the start of the run. So it
+        does not start before it has done its part of the current rollout.
         """
         self._after = after
         if self._thread is None and self._is_planned and not self._begins_again:
@@ -146,15 +151,18 @@ class RunAhead:
             self._thread.start()
 
     def end(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
-        """Stops all early requests and keeps their texts. Does nothing without a plan.
+        """Stops all requests of coming steps and stores their texts. Does nothing without a plan.
 
         Args:
-            keeps_cache: Whether the engines keep their cached prefixes. Requests under new weights must not read those of old
-                weights. So this may be true only if the weights stay the same, or for asynchronous engines. There running
-                requests keep vLLM from dropping prefixes, but later requests do not find them
+            keeps_cache: Whether the engines keep their cached prefixes. Requests under new weights must not read prefixes of
+                old
+                weights. So this may be true if the weights stay the same. It may also be true for asynchronous engines. There
+                    vLLM
+                cannot drop prefixes while requests run, but later requests do not find old ones
                 (generation/engine/fresh_prefixes.py).
-            is_interrupted: Whether the plan ends before the weights change, so that it does not tell how many requests engines
-                can start in the time of a step.
+            is_interrupted: Whether the plan ends before the weights change. If so, it does not show how many requests engines
+                can
+                start in the time of a step.
         """
         thread = self._thread
         self._thread = None
@@ -172,8 +180,9 @@ class RunAhead:
     def figures(self, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
         """Returns the metrics and alarms of the step of the latest plan, whose responses must all be complete.
 
-        Asks the engines how much of the texts was right, and learns from that how far the update has moved the scores.
-        `token_s` is the number of seconds that an engine would take for a token of the step without drafts, if known.
+        Asks the engines how much of the texts made ahead agreed with the responses. From this it learns how far the weight
+        update has moved scores. `token_s` is the number of seconds that an engine would take for a token of the step without
+        drafts, or None if it is not known.
         """
         take = EngineActorCalls.specrollout_take_kept
         calls = [self._engines.start(engine, take) for engine in range(self._engines.num_engines)]
@@ -193,7 +202,7 @@ class RunAhead:
         return {PREFIX + name: value for name, value in metrics.items()}, alarms
 
     def _observe_price(self, token_s: float) -> None:
-        """Asks an engine for the cost of a verified row, on which it depends how many coming steps are planned."""
+        """Asks an engine how much time a verified row takes, which decides how many coming steps are planned."""
         method = WorkerCalls.specrollout_step_seconds.__name__
         call = self._engines.start(0, EngineActorCalls.specrollout_call, method=method, arguments=[])
         for prices in replies_of([call]):
@@ -201,7 +210,10 @@ class RunAhead:
                 self._coming.observe_price(prices[1], token_s)
 
     def _run(self) -> None:
-        """Gives each engine slice after slice until its early requests have ended or `end` is called. Runs in the thread."""
+        """Lets each engine decode requests of coming steps, slice after slice, until they have ended or `end` is called.
+
+        This is what the thread runs.
+        """
         calls = {self._advance(engine): engine for engine in range(self._engines.num_engines)}
         while calls and not self._stop.is_set():
             for call in ray.wait(list(calls), timeout=SLICE_S)[0]:
@@ -217,6 +229,6 @@ class RunAhead:
                     calls[self._advance(engine)] = engine
 
     def _advance(self, engine: int) -> Any:
-        """Starts a slice of an engine. Returns Ray's reference to the reply."""
+        """Lets an engine decode requests of coming steps for one slice. Returns Ray's reference to the reply."""
         run_ahead = EngineActorCalls.specrollout_run_ahead
         return self._engines.start(engine, run_ahead, seconds=SLICE_S, after=self._after)

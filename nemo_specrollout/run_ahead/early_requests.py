@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's early requests, which are those of coming steps (`run_ahead`). Decides which ones to start and to stop.
+"""Decides which early requests an engine starts and stops, which are requests of coming steps or branches (`run_ahead`).
 
 The engine's own requests are those of the current step. `rolling_engine.py` decodes early requests in a synchronous engine and
-`rolling_stream.py` in an asynchronous one. Both ask `EarlyRequests`. vLLM is not imported, but its output processor is read.
+`rolling_stream.py` in an asynchronous one, and both ask `EarlyRequests`. vLLM's output processor is read, but not imported.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,46 +18,49 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 LOOK_STEPS = 8
-"""Number of engine steps after which the engine is checked again if no request has come or gone."""
+"""Number of engine steps between two checks of which early requests to start or stop, if no request comes or goes."""
 STARTS_AT_ONCE = 8
-"""Most early requests that start in one engine step. More would make that step long, because each one is a call of vLLM."""
+"""Most early requests that start in one engine step. Each start is a call of vLLM, so more of them would make the step
+long."""
 GROWTH_STEPS = 64
-"""Number of tokens by which the KV cache must have room for every request to grow before an early one starts."""
+"""An early request starts only if the KV cache has room for every request to grow by this number of tokens."""
 MOST_LEFTOVERS = 64
-"""Most ended requests of which the vLLM worker may keep near-ties before it is asked for them."""
+"""If the vLLM worker keeps near-ties of more ended requests than this number, it is asked for them."""
 PATIENCE_STEPS = 8
-"""Number of checks during which an own request may wait for its first token before all early ones give way."""
+"""If one of the engine's own requests has no token in this number of checks in a row, all early requests are stopped."""
 _PREFIX = "ahead-"
 """Prefix of the ids of early requests in vLLM."""
 
 
 @dataclass
 class EarlyFigures:
-    """What an engine, or several engines together, did for coming steps."""
+    """What one engine, or several engines together, have done for requests of coming steps."""
 
     num_texts: int = 0
-    """Number of texts that were started."""
+    """Number of texts for coming steps that were started."""
     num_branches: int = 0
-    """Number of branches that were started."""
+    """Number of branches of texts that were started."""
     num_stopped: int = 0
-    """Number of texts and branches that gave way to own requests of the engine, or were no longer worth their price."""
+    """Number of texts and branches that were stopped, because the engine's own requests needed room or they saved no more
+    time."""
     num_tokens: int = 0
-    """Number of tokens that texts and branches have made."""
+    """Number of tokens that these texts and branches have made."""
     num_steps_beside: int = 0
-    """Number of engine steps with own and early requests."""
+    """Number of engine steps with both early requests and the engine's own ones."""
     num_steps_alone: int = 0
     """Number of engine steps with early requests only."""
     alone_s: float = 0.0
     """Seconds of the engine steps with early requests only."""
     delay_s: float = 0.0
-    """Seconds by which early requests made engine steps with own requests longer, estimated from `EarlyPrices`."""
+    """Seconds by which early requests made engine steps with own requests of the engine longer, estimated from
+    `EarlyPrices`."""
 
     def plus(self, other: "EarlyFigures") -> "EarlyFigures":
-        """Returns the sums."""
+        """Returns the sums of both objects' numbers."""
         return EarlyFigures(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def metrics(self, num_steps: int, num_engines: int = 1) -> dict[str, float]:
-        """Returns the metrics of a step in which `num_engines` engines did this, with `num_steps` coming steps planned."""
+        """Returns a step's metrics from sums over `num_engines` engines. `num_steps` is the number of coming steps planned."""
         return {
             "ahead_begun": float(self.num_texts),
             "ahead_branches": float(self.num_branches),
@@ -70,28 +73,28 @@ class EarlyFigures:
 
 @dataclass(frozen=True)
 class EarlyMade:
-    """What an engine has made for coming steps when it ends a plan."""
+    """What an engine returns when a plan of early requests ends, which is mainly the texts that it has made."""
 
     texts: dict[int, TextAhead]
     """All known texts of the plan's requests, by their seeds."""
     figures: EarlyFigures
     flips: KeptCounts = field(default_factory=KeptCounts)
-    """How much of the texts from older weights was right under the engine's weights."""
+    """How much of the texts that older weights had made agreed with what the engine's weights sample."""
     followed: dict[int, TextAhead] = field(default_factory=dict)
-    """All known texts of the engine's own requests that were followed, by their names."""
+    """All known texts of the engine's own requests of which branches could start, by the names of these requests."""
 
 
 class EngineSize(NamedTuple):
-    """The capacity of an engine."""
+    """How many requests and tokens an engine has room for."""
 
     slots: int
-    """Most requests at a time."""
+    """Largest number of requests at a time."""
     num_blocks: int
-    """Number of blocks of its KV cache."""
+    """Number of blocks of the KV cache."""
     block_size: int
     """Number of tokens in a block."""
     step_tokens: int
-    """Most tokens by which a request may grow in an engine step."""
+    """Largest number of tokens by which a request may grow in an engine step."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> "EngineSize":
@@ -103,45 +106,45 @@ class EngineSize(NamedTuple):
         return cls(slots, int(cache.num_gpu_blocks or 0), int(cache.block_size), drafts + 1)
 
     def blocks(self, num_tokens: int) -> int:
-        """Returns the number of blocks that `num_tokens` tokens of a request take."""
+        """Returns the number of blocks that a request with `num_tokens` tokens takes."""
         return -(-num_tokens // self.block_size)
 
     def blocks_soon(self, num_tokens: int, num_requests: int = 1) -> int:
-        """Returns the most blocks that requests with `num_tokens` tokens in total can take until the next check."""
+        """Returns the most KV cache blocks that requests with `num_tokens` tokens in total can take until the next check."""
         growth = self.step_tokens * (LOOK_STEPS + 2)  # with asynchronous scheduling, outputs are a step late
         return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # blocks that are not full
 
 
 class OwnLoad(NamedTuple):
-    """The state of an engine's own requests, and the room that all of its requests leave."""
+    """State of an engine's own requests, and the free blocks of the KV cache."""
 
     num_requests: int = 0
     blocks_left: int = 0
     """Least number of KV cache blocks that will be free at the next check. More will be free if requests share prefixes."""
     is_waiting: bool = False
-    """Whether an own request has no token yet."""
+    """Whether any of the engine's own requests has no token yet."""
     lengths: tuple[int, ...] = ()
-    """Number of tokens that each own request has sampled."""
+    """Number of tokens that each of the engine's own requests has sampled."""
 
 
 @dataclass
 class _Running:
-    """An early request in the engine, or a followed own request."""
+    """An early request that the engine decodes, or one of the engine's own requests whose tokens are read."""
 
     request_id: str
-    """Its id in vLLM."""
+    """Id of the request in vLLM."""
     num_given: int
-    """Number of tokens of its prompt and prefix."""
+    """Number of tokens of the prompt and the prefix of the request."""
     num_told: int = 0
-    """Number of its sampled tokens that were passed to `EarlyTexts`."""
+    """Number of the request's sampled tokens that were passed to `EarlyTexts`."""
 
 
 @dataclass
 class EarlyRequests:
     """Owns the early requests of one plan in an engine, with their texts, and knows which of them vLLM has.
 
-    The engine's own requests come first. An early one starts only if all own ones have started, if a slot and KV cache are
-    left, and if it is worth more than it costs. It is stopped as soon as one of these conditions no longer holds.
+    The engine's own requests come first. An early request starts only if all own requests have started, if a slot and KV cache
+    are free, and if the request saves more time than it costs. It is stopped when one of these conditions no longer holds.
     """
 
     processor: Any
@@ -149,21 +152,21 @@ class EarlyRequests:
     size: EngineSize
     early: EarlyTexts
     longest: int = 0
-    """Number of tokens of the longest prompt with its known text."""
+    """Number of tokens of the longest prompt, including the known text for its request."""
     prices: EarlyPrices | None = None
-    """None until times were measured. Until then early requests run only while the engine has no own ones."""
+    """Measured times of the engine. Until they are known, early requests run only while the engine has no others."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)
     _running: dict[int, _Running] = field(default_factory=dict)
     _followed: dict[int, _Running] = field(default_factory=dict)
-    """Own requests whose tokens are read, so that branches of them can be started."""
+    """The engine's own requests whose tokens are read, so that branches of them can be started."""
     _untold: set[int] = field(default_factory=set)
-    """Names of requests whose near-ties were not all taken from the vLLM worker."""
+    """Names of requests whose near-ties the vLLM worker may still have."""
     _num_waits: int = 0
-    """Number of checks in a row at which an own request had no token yet."""
+    """Number of checks in a row at which one of the engine's own requests had no token yet."""
     _noted_s: float = 0.0
     """Time of the latest call of `note_time`."""
     _prompts: set[tuple[int, ...]] = field(default_factory=set)
-    """Prompts that were started, so that further samples of them find them cached."""
+    """Prompts of requests that were started. Later samples of these prompts find them in the prefix cache."""
 
     @property
     def num_running(self) -> int:
@@ -182,19 +185,19 @@ class EarlyRequests:
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether the vLLM worker keeps near-ties of so many ended requests that they should be taken from it."""
+        """Whether the vLLM worker keeps near-ties of so many ended requests that it should be asked for them."""
         return len(self._untold) - len(self._running) - len(self._followed) > MOST_LEFTOVERS
 
     @property
     def is_empty(self) -> bool:
-        """Whether no early request runs and none could start, not even with near-ties that the vLLM worker still has."""
+        """Whether no early request runs and none could start, not even at near-ties that the vLLM worker still has."""
         may_branch = self.early.most_branches > 0 and bool(self._untold)
         return not self._running and not may_branch and not self.early.worths(1)
 
     # What the engine has
 
     def own_load(self) -> OwnLoad:
-        """Returns how many requests of the current step the engine has, how far they are, and how much room is left."""
+        """Returns the state of the engine's own requests, and how many KV cache blocks all of its requests leave free."""
         states = list(self.processor.request_states.values())
         sampled_S = [0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in states]
         num_tokens = sum(sampled_S) + sum(s.prompt_len for s in states)
@@ -206,25 +209,25 @@ class EarlyRequests:
         return OwnLoad(len(own), self.size.num_blocks - num_blocks, is_waiting, tuple(sampled_S[i] for i in own))
 
     def set_prices(self, reply: tuple[Sequence[float], float] | None, lengths: Sequence[int]) -> None:
-        """Sets the prices from a reply of `specrollout_step_seconds`. `lengths` are those of a rollout's responses."""
+        """Sets `prices` from a reply of `specrollout_step_seconds`. `lengths` are the lengths of a rollout's responses."""
         if reply is not None:
             seconds_R = np.array(reply[0], np.float64)
             plain = PlainRollout(seconds_R, lengths or [1])
             self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of early requests, which is `EarlyWorth()` until times were measured."""
+        """Returns how much time early requests can save later, or `EarlyWorth()` while the engine's times are not known."""
         return EarlyWorth() if self.prices is None else early_worth(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
-        """Notes that the engine makes an engine step with `num_own` own requests."""
+        """Notes that the engine makes an engine step with `num_own` requests of its own."""
         if self._running:
             self.figures.num_steps_beside += 1
             if self.prices is not None:
                 self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
 
     def note_time(self, num_own: int, now: float) -> None:
-        """Adds to `delay_s` the delay of own requests since the last call, in an engine whose steps cannot be counted.
+        """Adds the delay of the engine's own requests since the last call to `delay_s`, if engine steps cannot be counted.
 
         `now` is the current time in seconds.
         """
@@ -234,7 +237,7 @@ class EarlyRequests:
         self._noted_s = now
 
     def give_way(self, load: OwnLoad) -> list[int]:
-        """Returns the names of early requests to stop now, because own requests need their room or they no longer pay."""
+        """Returns the names of early requests to stop, because others need their room or they do not save time any more."""
         running = self.num_running
         if not running:
             self._num_waits = 0
@@ -255,11 +258,11 @@ class EarlyRequests:
         return names
 
     def has_slot(self, load: OwnLoad) -> bool:
-        """Returns whether a slot is left for an early request, and no own request waits for its first token."""
+        """Returns whether there is a free slot for an early request, and all of the engine's own requests have a token."""
         return load.num_requests + self.num_running < self.size.slots and not load.is_waiting
 
     def begin(self, load: OwnLoad) -> list[EarlyStart]:
-        """Returns the early requests that start now, and counts them as running."""
+        """Returns the early requests to start now, and counts them as running."""
         if not self.has_slot(load):
             return []
         running = self.num_running
@@ -281,7 +284,7 @@ class EarlyRequests:
         return starts
 
     def _note_start(self, start: EarlyStart, num_own: int) -> None:
-        """Adds to `delay_s` how much longer own requests take because of a starting request's prompt and known text."""
+        """Adds to `delay_s` the time in which the engine computes the prompt and the known text of a new early request."""
         prompt = tuple(start.row.prompt)
         num_rows = len(start.drafts) // TOKEN_BYTES + (0 if prompt in self._prompts else len(prompt))
         self._prompts.add(prompt)
@@ -291,46 +294,49 @@ class EarlyRequests:
     # Requests of the engine's own
 
     def follow(self, row: EarlyRow) -> int:
-        """Follows an own request, so that branches of it may start. Returns its name, which is also that of its near-ties."""
+        """Registers one of the engine's own requests, so that branches of it may start.
+
+        Returns a name for it and its near-ties.
+        """
         name = self.early.follow(row)
         self._followed[name] = _Running("", len(row.prompt))
         self._untold.add(name)
         return name
 
     def called(self, name: int, request_id: str) -> None:
-        """Notes vLLM's id of a followed request. Ignores a request that is not followed."""
+        """Notes the id in vLLM of a request that was registered by `follow`. Ignores other requests."""
         if name in self._followed:
             self._followed[name].request_id = request_id
 
     def branches_of(self, name: int) -> list[int]:
-        """Returns the names of the running branches of a request, which has none if it is not followed."""
+        """Returns the names of the running branches of a request. It has none if it was not registered by `follow`."""
         return self.early.branches_of(name) if name in self._followed else []
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended. Its branches must have been stopped. Ignores one that is not followed."""
+        """Forgets a request that was registered by `follow` and has ended. Its branches must have been stopped."""
         if self._followed.pop(name, None) is not None:
             self.early.forget(name)
 
     # What they have made
 
     def read(self, names: Iterable[int]) -> None:
-        """Reads the tokens that these running or followed requests have sampled so far."""
+        """Reads the tokens that early requests, or requests that were registered by `follow`, have sampled so far."""
         for name in names:
             for tokens in self._sampled(self._live(name)):
                 self._grew(name, tokens)
 
     def read_all(self) -> None:
-        """Reads the tokens of all running and followed requests."""
+        """Reads the tokens of all running early requests, and of all requests that were registered by `follow`."""
         self.read([*self._running, *self._followed])
 
     def stopped(self, names: Iterable[int]) -> None:
-        """Notes that requests were stopped. Their tokens must have been read."""
+        """Notes that early requests were stopped. Their tokens must have been read before."""
         for name in names:
             if self._running.pop(name, None) is not None:
                 self.early.stopped(name)
 
     def finished(self, request_id: str, tokens: Sequence[int], reason: str | None) -> None:
-        """Notes that vLLM has ended a request, with all its tokens."""
+        """Notes that vLLM has ended an early request, which has sampled `tokens` in total."""
         name = int(request_id.removeprefix(_PREFIX))
         if name not in self._running:
             return
@@ -342,22 +348,22 @@ class EarlyRequests:
             self.early.stopped(name)
 
     def take_ties(self, reply: Mapping[Any, Sequence[Any]] | None) -> None:
-        """Reads all tokens, and then stores near-ties from `reply`, which `specrollout_take_ties` gave for `untold`."""
+        """Reads the tokens of all requests, and stores the near-ties in a reply of `specrollout_take_ties`."""
         self.read_all()
         for name, (first, gaps, runners_up) in (reply or {}).items():
             self.early.ties(int(name), int(first), gaps, runners_up)
         self._untold &= {*self._running, *self._followed}
 
     def settle(self) -> None:
-        """Notes which requests vLLM no longer has, after an error that may have lost their outputs."""
+        """Notes which early requests vLLM no longer has. Call it after an error in which their outputs may have been lost."""
         self.stopped([name for name in self._running if not self.processor.external_req_ids.get(engine_id(name))])
 
     def made(self) -> EarlyMade:
-        """Returns everything that is known about the plan's rows and about followed requests."""
+        """Returns everything that is known about the plan's requests, and about requests that were registered by `follow`."""
         return EarlyMade(self.early.texts(), self.figures, self.early.flips(), self.early.followed())
 
     def take_figures(self) -> EarlyFigures:
-        """Returns what the engine has done since the last call."""
+        """Returns what the engine has done for early requests since the last call."""
         figures = self.figures
         self.figures = EarlyFigures()
         return figures
@@ -374,14 +380,14 @@ class EarlyRequests:
             self.longest = max(self.longest, running.num_given + running.num_told)
 
     def _wanted(self, load: OwnLoad, most: int) -> int:
-        """Returns the number of early requests, at most `most`, that are worth more than they cost."""
+        """Returns how many early requests save more time than they cost, at most `most`."""
         worths = self.early.worths(most)
         if self.prices is None:
             return 0 if load.num_requests else len(worths)
         return num_early(self.prices, load.num_requests, worths)
 
     def _blocks(self, name: int) -> int:
-        """Returns the most blocks that a request can take until the next check."""
+        """Returns the most KV cache blocks that an early request can take until the next check."""
         running = self._running[name]
         sampled = max(map(len, self._sampled(running)), default=running.num_told)
         return self.size.blocks_soon(running.num_given + sampled)
@@ -391,9 +397,9 @@ class EarlyRequests:
             yield self.processor.request_states[internal_id].detokenizer.output_token_ids
 
     def _has_room(self, load: OwnLoad, starts: Sequence[EarlyStart]) -> bool:
-        """Returns whether the KV cache has room for one more request of any length, and for all requests to grow for a while.
+        """Returns whether the KV cache has room for one more early request, and for all requests to grow for a while.
 
-        `starts` are requests that the load does not count yet.
+        `starts` are early requests that the load does not count yet.
         """
         num_blocks = sum(self._blocks(start.name) for start in starts) + self.size.blocks_soon(self.longest)
         num_requests = load.num_requests + self.num_running + 1
@@ -411,10 +417,10 @@ def is_early(request_id: str) -> bool:
 
 
 def early_params(params: Any, start: EarlyStart) -> Any | None:
-    """Returns sampling parameters for starting an early request, or None if its given prefix already ends the response.
+    """Returns sampling parameters to start an early request, or None if its prefix already ends the response.
 
-    `params` are the parameters that the request will have in its own step. The vLLM worker keeps the near-ties of an early
-    request under its name. Nobody reads the decoded text or the log-probs of its tokens.
+    `params` are the parameters that the request will have in its own step. The vLLM worker keeps near-ties of the request
+    under the request's name. Nobody reads the decoded text or the log-probs of the request.
     """
     params = params.clone()
     num_prefix = len(start.prefix)
@@ -434,11 +440,11 @@ def early_params(params: Any, start: EarlyStart) -> Any | None:
 
 
 def _ends(params: Any, token_id: int) -> bool:
-    """Returns whether a token ends a response, as far as the parameters tell."""
+    """Returns whether the sampling parameters tell that a token ends the response."""
     eos = None if params.ignore_eos else params.eos_token_id
     return token_id in (params.stop_token_ids or ()) or token_id == eos
 
 
 def longest_of(rows: Iterable[Any]) -> int:
-    """Returns the number of tokens of the longest prompt with its known text among `EarlyRow`s."""
+    """Returns the number of tokens of the longest prompt, including the known text for its request, among `EarlyRow`s."""
     return max((len(r.prompt) + (0 if r.known is None else r.known.num_tokens) for r in rows), default=0)

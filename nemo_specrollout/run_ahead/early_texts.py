@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The texts that an engine makes for requests of coming steps. Decides which text or branch gets the next free slot.
 
-Uses no engine and no clock, so that a simulated engine can use it too.
+This module uses no engine and no clock, so that a simulated engine can use it too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ from nemo_specrollout.run_ahead.decisions.flips import FlipModel
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 TEXT = 0
-"""Number of the text itself among the paths of its request. The other paths are its branches, numbered from 1 on."""
+"""Number of the text itself among the paths of a request. The other paths are branches of the text, numbered from 1 on."""
 
 
 class Row(Protocol):
-    """A request of a coming step as the engine's own code describes it. Only the seed matters here."""
+    """A request of a coming step as the engine's own code describes it. Only its seed is used here."""
 
     @property
     def seed(self) -> int: ...
@@ -38,65 +38,66 @@ class EarlyRow:
     """Token ids of the prompt."""
     row: Row
     steps_ahead: int = 1
-    """Number of weight updates until its step, which is 1 for the next step."""
+    """Number of weight updates until the step of the request, which is 1 for the next step."""
     known: TextAhead | None = None
-    """The text that weights before the engine's current ones have sampled for it."""
+    """The text that older weights than the engine's current ones have sampled for the request, or None."""
     probability: float = 1.0
-    """Probability that newer weights will decode the request. Below 1 for an own request of the engine, which may end before
-    the weights change."""
+    """Probability that newer weights will decode the request. It is below 1 for one of the engine's own requests, because that
+    may end before the weights change."""
 
 
 @dataclass(frozen=True)
 class EarlyStart:
-    """An early request that the engine should start."""
+    """An early request that the engine should start. It decodes a text of a coming step or a branch of one."""
 
     name: int
-    """Number that identifies the request. No two requests of an engine share one."""
+    """Number that identifies the early request. No two requests of an engine have the same."""
     row: EarlyRow
     prefix: tuple[int, ...] = ()
-    """Given beginning of the response. For a branch, it is the text before the branch and the runner-up there."""
+    """Given beginning of the response. For a branch, this is the text up to the near-tie, followed by the runner-up."""
     drafts: bytes = b""
-    """Token ids of the known continuation after prompt and prefix, as int32 numbers."""
+    """Token ids, as int32 numbers, of the known text after the prompt and the prefix. They are used as drafts."""
     branches: bytes = b""
-    """Known branches of that continuation, as `ahead_branches.pack` returns them."""
+    """Known branches of `drafts`, as `ahead_branches.pack` returns them."""
 
 
 @dataclass
 class _Path:
-    """A text or a branch of it. A branch begins with tokens of its parent, and its own tokens come after these."""
+    """A text or a branch of one. The first tokens of a branch are those of its parent, and its own tokens follow them."""
 
     parent: int
-    """Number of the path that a branch leaves."""
+    """Number of the path from which a branch starts."""
     position: int
-    """Index of its first own token in the response."""
+    """Index in the response of the first own token."""
     name: int
     tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     runners_up: list[int] = field(default_factory=list)
     num_grown: int = 0
-    """Number of own tokens whose near-ties were passed to the choice of branches."""
+    """Number of own tokens whose near-ties were passed to `BranchChoice`."""
     is_complete: bool = False
 
 
 @dataclass
 class _Flight:
-    """A request of a coming step or a followed own request, with the paths that were started for it."""
+    """A request of a coming step, or one of the engine's own requests, with the paths that were started for it."""
 
     row: EarlyRow
     worth: Worth
-    """Worth of starting its text."""
+    """How much time it can save to start the text of the request."""
     paths: list[_Path] = field(default_factory=list)
     is_known_now: bool = False
-    """Whether the known text of the row comes from the engine's current weights, because it was started before."""
+    """Whether the engine's current weights have made the known text of the row. If so, the text was started before and
+    stopped."""
     is_followed: bool = False
-    """Whether the engine decodes the text as one of its own requests."""
+    """Whether the engine decodes the text as one of its own requests, so that only branches of it start early."""
 
 
 class EarlyTexts:
-    """Owns the texts of an engine's early requests. A request or branch is identified by the name that `next` gave it.
+    """Owns the texts of an engine's early requests. The name that `next` gives identifies a text or a branch.
 
-    Also follows own requests of the engine that newer weights may have to decode again. The engine decodes their texts anyway,
-    so `next` starts only branches of them.
+    It can also follow own requests of the engine, which newer weights may have to decode again. The engine decodes the texts
+    of these requests anyway, so `next` starts only branches of them.
     """
 
     def __init__(
@@ -105,11 +106,11 @@ class EarlyTexts:
         """Starts with what is known about each row.
 
         Args:
-            rows: Requests of coming steps. Among equals, the first one is started first.
-            flips: Model of how far the next update will move scores.
-            most_branches: Most branches of a request, or 0 for none.
-            kept: Share of the tokens made ahead that an update leaves right, as far as earlier updates tell.
-            names: Yields a new number for each request.
+            rows: Requests of coming steps. If several save the same time, the first of them starts first.
+            flips: Model of how far the next weight update will move scores.
+            most_branches: Largest number of branches of a request, or 0 for none.
+            kept: Share of the tokens made ahead that a weight update leaves unchanged, as earlier updates have shown.
+            names: Iterator of new numbers, which become the names of requests.
         """
         self.most_branches = most_branches
         self._choice = BranchChoice(flips, most_branches + 1)
@@ -120,13 +121,15 @@ class EarlyTexts:
         self.most_steps_ahead = max((row.steps_ahead for row in rows), default=1)
         """Largest number of weight updates until the step of a row."""
         self._seen = KeptCounts()
-        """How much was right of the older texts of rows that were started, stopped and started again."""
+        """Counts of how much of older texts agreed with the newer ones, for rows whose text was started, stopped and started
+        again."""
         self._by_name: dict[int, tuple[int, int]] = {}
-        """Index of the row and number of the path of each request, by its name."""
+        """Index of the row and number of the path that belong to each name."""
         self._running: dict[int, Worth] = {}
-        """Cached worth of each running request by its name, because it is needed more often than it changes."""
+        """For each running request, by its name, how much time it can save. It is cached because it is needed more often than
+        it changes."""
         self._waiting = sorted(self._flights, key=lambda i: -self._flights[i].worth.probability)
-        """Rows that are not started, best first. Python's sort keeps the order of equals."""
+        """Indices of the rows whose texts have not started, best first. Rows that are equally good stay in their order."""
 
     @property
     def running(self) -> list[int]:
@@ -134,9 +137,10 @@ class EarlyTexts:
         return list(self._running)
 
     def worths(self, most: int) -> list[Worth]:
-        """Returns the worth of a token of at most `most` requests that run or could start, best first.
+        """Returns what decides how much time a token can save (`Worth`), for up to `most` requests that run or could start.
 
-        Of the branches that could start only the most likely one is known in advance, so the others count as much as it does.
+        The best come first. Of the branches that could start, only the most likely one is known in advance. The others count
+        as much as this one.
         """
         found = [*self._running.values(), *(self._flights[i].worth for i in self._waiting[:most])]
         best = self._choice.best()
@@ -145,7 +149,7 @@ class EarlyTexts:
         return sorted(found, key=_probability, reverse=True)[:most]
 
     def next(self, number: int) -> list[EarlyStart]:
-        """Returns at most `number` requests to start, the best ones, and counts them as running."""
+        """Returns the best requests to start, at most `number`, and counts them as running."""
         starts: list[EarlyStart] = []
         while len(starts) < number:
             text_worth = self._flights[self._waiting[0]].worth.probability if self._waiting else 0.0
@@ -159,7 +163,10 @@ class EarlyTexts:
         return starts
 
     def follow(self, row: EarlyRow) -> int:
-        """Follows a request that the engine decodes as one of its own, from its beginning. Returns the name of its text."""
+        """Registers one of the engine's own requests, from its beginning, so that branches of it may start.
+
+        Returns the name of its text.
+        """
         index = next(self._indices)
         name = next(self._names)
         self._flights[index] = _Flight(row, self._text_worth(row), [_Path(TEXT, 0, name)], is_followed=True)
@@ -168,25 +175,25 @@ class EarlyTexts:
         return name
 
     def branches_of(self, name: int) -> list[int]:
-        """Returns the names of the running branches of a followed request."""
+        """Returns the names of the running branches of a request that was registered by `follow`."""
         index, _ = self._by_name[name]
         return [path.name for path in self._flights[index].paths[1:] if path.name in self._running]
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended. Its branches must have been stopped."""
+        """Forgets a request that was registered by `follow` and has ended. Its branches must have been stopped."""
         index, _ = self._by_name[name]
         for path in self._flights.pop(index).paths:
             del self._by_name[path.name]
         self._choice.close(index)
 
     def grew(self, name: int, tokens: Iterable[int]) -> None:
-        """Adds further tokens that a request has sampled."""
+        """Adds tokens that a request has sampled since the last call."""
         index, number = self._by_name[name]
         self._flights[index].paths[number].tokens.extend(tokens)
         self._tell_ties(index, number)
 
     def ties(self, name: int, first: int, gaps: bytes, runners_up: bytes) -> None:
-        """Adds near-ties of a request's tokens, as `specrollout_take_ties` returns them. An unknown name is ignored.
+        """Adds near-ties of a request's tokens, as `specrollout_take_ties` returns them. Ignores a name that is not known.
 
         `first` is the index of the first of these tokens in the sequence that begins with the prompt. `gaps` has float16
         numbers in nats, and `runners_up` has int32 token ids.
@@ -208,7 +215,7 @@ class EarlyTexts:
         self._tell_ties(index, number)
 
     def ended(self, name: int) -> None:
-        """Notes that a request has ended by itself. All its tokens must have been added with `grew`."""
+        """Notes that a response has ended by itself. All tokens of the request must have been added with `grew`."""
         del self._running[name]
         index, number = self._by_name[name]
         self._flights[index].paths[number].is_complete = True
@@ -216,7 +223,7 @@ class EarlyTexts:
     def stopped(self, name: int) -> None:
         """Notes that a request was stopped. Its tokens so far stay known.
 
-        A text that has no branches yet may start again, with these tokens as drafts. A branch does not start again.
+        A text without branches may start again, with these tokens as drafts. A branch does not start again.
         """
         if self._running.pop(name, None) is None:
             return
@@ -225,19 +232,19 @@ class EarlyTexts:
             self._waiting.insert(0, index)
 
     def least(self, number: int) -> list[int]:
-        """Returns the names of at most `number` running requests that are worth the least."""
+        """Returns the names of the running requests that can save the least time, at most `number` of them."""
         return sorted(self._running, key=lambda name: self._running[name].probability)[:number]
 
     def texts(self) -> dict[int, TextAhead]:
-        """Returns all known texts by the seeds of their rows. Rows without a known text are left out.
+        """Returns all known texts of coming steps, by the seeds of their requests. Requests without a known text are left out.
 
-        Followed requests are left out too, because they are no rows of a coming step (see `followed`).
+        Requests that were registered by `follow` are left out as well, because they belong to no coming step (see `followed`).
         """
         known = {flight.row.row.seed: self._text(flight) for flight in self._flights.values() if not flight.is_followed}
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
 
     def flips(self) -> KeptCounts:
-        """Returns how much of the texts from earlier weights was right under the engine's weights, for started rows."""
+        """Returns how much of the texts of older weights agreed with the engine's weights, for rows that were started."""
         seen = self._seen
         for flight in self._flights.values():
             if not (flight.is_known_now or flight.is_followed):
@@ -245,7 +252,7 @@ class EarlyTexts:
         return seen
 
     def followed(self) -> dict[int, TextAhead]:
-        """Returns all known texts of followed requests, by their names."""
+        """Returns all known texts of requests that were registered by `follow`, by their names."""
         known = {f.paths[TEXT].name: self._text(f) for f in self._flights.values() if f.is_followed}
         return {name: TextAhead(b"") if text is None else text for name, text in known.items()}
 
@@ -288,7 +295,7 @@ class EarlyTexts:
         self._running[path.name] = self._worth(path.name)
 
     def _tokens_before(self, flight: _Flight, number: int, position: int) -> list[int]:
-        """Returns the first `position` tokens of the response along a path."""
+        """Returns the first `position` tokens of the response along the path with this number."""
         path = flight.paths[number]
         if number > TEXT and position <= path.position:
             return self._tokens_before(flight, path.parent, position)
@@ -296,7 +303,7 @@ class EarlyTexts:
         return before + path.tokens[: position - path.position]
 
     def _tell_ties(self, index: int, number: int) -> None:
-        """Passes near-ties to the choice of branches, for those tokens that are known together with their near-ties."""
+        """Passes near-ties of a path to `BranchChoice`, for those tokens that are known together with their near-ties."""
         path = self._flights[index].paths[number]
         known = min(len(path.gaps), len(path.tokens))
         first = max(path.num_grown, int(number > TEXT))  # the first token of a branch cannot flip back
@@ -308,7 +315,10 @@ class EarlyTexts:
             self._running[path.name] = self._worth(path.name)
 
     def _text_worth(self, row: EarlyRow) -> Worth:
-        """Returns the worth of starting the text of a row. A complete text needs new tokens only if the weights change it."""
+        """Returns what decides how much time it can save to start the text of a row.
+
+        A complete text needs new tokens only if the next weights change it, so it can save less.
+        """
         k = row.steps_ahead
         probability = self._kept**k
         if row.known is not None and row.known.is_complete:
@@ -328,8 +338,8 @@ class EarlyTexts:
     def _text(self, flight: _Flight) -> TextAhead | None:
         """Returns the known text of a row, or None if there is none.
 
-        It is what the current weights have made. If a text or branch that was known before agrees with that and is longer, the
-        rest of it follows.
+        The text begins with the tokens that the current weights have made. If a text or branch that was known before agrees
+        with these tokens and is longer, the rest of it follows.
         """
         known = flight.row.known
         path = flight.paths[TEXT] if flight.paths else None
@@ -350,13 +360,13 @@ class EarlyTexts:
 
 
 def _num_older(flight: _Flight, num_left: int) -> int:
-    """Returns how many of the last `num_left` known tokens were made by weights before the current ones."""
+    """Returns how many of the last `num_left` known tokens were made by older weights than the current ones."""
     known = flight.row.known
     return min(num_left, known.num_older) if known is not None and flight.is_known_now else num_left
 
 
 def _changed(flight: _Flight) -> KeptCounts:
-    """Returns how much of the known text of a row agrees with the one that the current weights have made."""
+    """Returns how much of the known text of a row agrees with the text that the current weights have made."""
     known = flight.row.known
     tokens = flight.paths[TEXT].tokens if flight.paths else []
     return compare(known, tokens) if known is not None and tokens else KeptCounts()
@@ -366,18 +376,18 @@ _probability = attrgetter("probability")
 
 
 def _ties(path: _Path, length: int) -> tuple[bytes, bytes]:
-    """Returns the known gaps and runners-up of at most the first `length` tokens of a path."""
+    """Returns the known gaps and runners-up of the first `length` tokens of a path, or of fewer if fewer are known."""
     gaps = np.array(path.gaps[:length], np.float16)
     return gaps.tobytes(), as_bytes(path.runners_up[:length])
 
 
 def _with_tail(made: bytes, known: bytes) -> bytes:
-    """Returns gaps or runners-up of a text that begins with `made` and goes on with the rest of the older text `known`."""
+    """Returns `made` and after it the rest of `known`. Both are gaps, or both are runners-up, of texts that begin alike."""
     return made + known[len(made) :]
 
 
 def _known_after(known: TextAhead | None, prefix: Sequence[int]) -> bytes:
-    """Returns the rest of a known path that begins with `prefix`, as int32 numbers, or b"" if there is none."""
+    """Returns the rest of a known text or branch that begins with `prefix`, as int32 numbers, or b"" if none does."""
     if known is None:
         return b""
     for path in paths_of(known.tokens, known.branches):

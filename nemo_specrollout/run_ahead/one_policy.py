@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes each sample of an asynchronous engine come from one policy version although weights change while requests run.
+"""Makes each sample of an asynchronous engine come from one policy version, although weights change while requests run.
 
 This is what `run_ahead` does in an asynchronous run.
 """
@@ -19,23 +19,23 @@ from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 _PROMPT = "prompt_token_ids"
-"""Key of the token ids in vLLM's prompts. A request whose prompt has other keys gets no branches, because it has images or a
-cache of its own."""
+"""Key of the token ids in vLLM's prompts. If a prompt has other keys too, the request has images or a cache of its own. Then
+no branches of it are started."""
 _EARLIER = 0.5
-"""Factor by which each change of the weights reduces the influence of earlier requests on the share of interrupted ones."""
+"""Factor by which each change of the weights reduces the weight of earlier requests in `InterruptedShare`."""
 
 
 @dataclass(frozen=True)
 class OwnRow:
-    """An own request of the engine as `EarlyRow.row`, so that branches of it can be started."""
+    """One of the engine's own requests, in the form that `EarlyRow.row` needs to start branches of it."""
 
     seed: int
     params: Any
-    """vLLM's sampling parameters."""
+    """vLLM's sampling parameters of the request."""
 
 
 def branch_request(start: EarlyStart) -> tuple[Any, Any]:
-    """Returns vLLM's prompt and sampling parameters of a branch of an `OwnRow`.
+    """Returns vLLM's prompt and sampling parameters for a branch of one of the engine's own requests (`OwnRow`).
 
     The parameters are None if nothing is left to decode.
     """
@@ -45,14 +45,14 @@ def branch_request(start: EarlyStart) -> tuple[Any, Any]:
 
 
 class InterruptedShare:
-    """Estimates the probability that weights change while a request runs. Owns the counts of requests that have ended."""
+    """Estimates the probability that the weights change while a request runs. Owns counts of the requests that have ended."""
 
     def __init__(self) -> None:
         self._num_interrupted = self._num_ended = 1.0
 
     @property
     def probability(self) -> float:
-        """Share of the latest requests that were interrupted, or 1 before anything is known."""
+        """Share of the latest requests that were interrupted by a change of the weights, or 1 before anything is known."""
         return self._num_interrupted / self._num_ended
 
     def ended(self, *, is_interrupted: bool) -> None:
@@ -61,33 +61,33 @@ class InterruptedShare:
         self._num_interrupted += is_interrupted
 
     def change_begins(self) -> None:
-        """Reduces the weight of what was counted before the change."""
+        """Reduces the weight of all requests that were counted so far."""
         self._num_ended *= _EARLIER
         self._num_interrupted *= _EARLIER
 
 
 class OnePolicyStream:
-    """Makes requests start over when weights have changed. The text so far is reused as drafts, most of which are right.
+    """Makes requests start over when the weights have changed. The text so far is reused as drafts, most of which are right.
 
-    With `rolling`, branches of the requests are decoded in free slots. They leave a text at near-ties that new weights are
-    likely to flip. A request that starts over brings its branches along, and its drafts follow the one that agrees with what
-    the new weights sample.
+    With `rolling`, branches of the requests are decoded in free slots. A branch leaves the text at a near-tie where new
+    weights will probably sample another token. A request that starts over brings its branches along. If the new weights leave
+    the text, its drafts come from the branch that agrees with the new tokens.
 
-    Owns the count of changes, and knows whether one is going on. A change begins before the first new tensor arrives and ends
-    after the last one. Belongs to one event loop. A plan of `rolling` lasts from the first request after a change to the next
-    change.
+    Owns the count of weight changes, and knows whether one is going on. A change begins before the first new tensor arrives
+    and ends after the last one. A plan of `rolling` lasts from the first request after a change to the next change. The object
+    belongs to one event loop.
 
     Invariant: a request whose output is yielded was decoded entirely between two changes. A request that arrives during a
-    change waits until it has ended. A request that is running when a change begins starts over after it, even if vLLM has just
-    finished it. No branch is in vLLM during a change.
+    change waits until the change has ended. A request that is running when a change begins starts over after the change, even
+    if vLLM has just finished it. vLLM has no branch during a change.
     """
 
     def __init__(
         self, generate: Callable[..., AsyncGenerator[Any, None]], rolling: RollingStream | None = None
     ) -> None:
-        """`generate` is vLLM's own method, except that its requests reuse no prefix that was cached before the latest change.
+        """`generate` is vLLM's own method, except that no request reuses a prefix that was cached under older weights.
 
-        `rolling` decodes branches, whose requests `branch_request` makes. It is None if there are no branches.
+        `rolling` decodes branches, for which `branch_request` makes the requests. It is None if there are no branches.
         """
         self._generate = generate
         self._rolling = rolling
@@ -98,12 +98,12 @@ class OnePolicyStream:
         self._scale = FlipModel().scale
         self._interrupted = InterruptedShare()
         self._texts: asyncio.Future[dict[int, TextAhead]] | None = None
-        """Known texts of the requests that were running when the latest change began, by their names."""
+        """Known texts of the requests that were running when the latest change of the weights began, by their names."""
         self._figures = EarlyFigures()
         self._kept = KeptCounts()
 
     async def change_begins(self) -> None:
-        """Notes that new weights are coming. Every running request has to start over, and all branches are stopped."""
+        """Notes that new weights are coming. Every running request will start over, and all branches are stopped."""
         self._num_changes += 1
         self._settled.clear()
         self._interrupted.change_begins()
@@ -122,7 +122,7 @@ class OnePolicyStream:
         self._settled.set()
 
     def expect(self, scale: float) -> None:
-        """Sets how far the next update is expected to move the difference of two scores, in nats (`FlipModel`)."""
+        """Sets how far the next weight update is expected to move the difference between the scores of two tokens, in nats."""
         self._scale = scale
 
     def take_figures(self) -> EarlyFigures:
@@ -132,13 +132,13 @@ class OnePolicyStream:
         return figures if self._rolling is None else figures.plus(self._rolling.take_figures())
 
     def take_kept(self) -> KeptCounts:
-        """Returns how much was right of the texts of requests that started over, counted since the last call."""
+        """Returns how much of the texts of requests that started over agreed with the new responses, since the last call."""
         counts = self._kept
         self._kept = KeptCounts()
         return counts
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
-        """Replaces `AsyncLLM.generate` for a request with an identity of ours (`EXTRA_ARGS_KEY`).
+        """Replaces `AsyncLLM.generate` for a request whose parameters have an entry of this package (`EXTRA_ARGS_KEY`).
 
         Yields only the last output.
         """
@@ -173,7 +173,7 @@ class OnePolicyStream:
     async def _followed(
         self, prompt: Any, params: Any, request_id: str, known: TextAhead | None
     ) -> tuple[Any, int | None]:
-        """Returns the sampling parameters with which a request starts, and its name in `rolling`.
+        """Returns the sampling parameters with which a request starts, and the name of the request in `rolling`.
 
         The name is None if no branches of the request may start.
         """
@@ -189,20 +189,24 @@ class OnePolicyStream:
         return _with_text(params, known, {"ties": name}), name
 
     async def _known_now(self, name: int | None, before: TextAhead | None, made: Sequence[int]) -> TextAhead:
-        """Returns the known text of an interrupted request, from the text `before`, its branches and its tokens `made`."""
+        """Returns the known text of an interrupted request.
+
+        It is made from the text `before` that was known at the start, from branches, and from the tokens `made` until the
+        interruption.
+        """
         texts = {} if self._texts is None else await asyncio.shield(self._texts)
         text = texts.get(name, before) if name is not None else before
         return (TextAhead(b"") if text is None else text).with_made(made)
 
     def _count(self, known: TextAhead | None, made: Sequence[int], *, is_interrupted: bool) -> None:
-        """Counts a request that has ended or was interrupted, and how much of the text that it brought along was right."""
+        """Counts a request that has ended or was interrupted, and compares its tokens with the text that it brought along."""
         self._interrupted.ended(is_interrupted=is_interrupted)
         if known is not None and known.tokens and len(made):
             self._kept = self._kept.plus(compare(known.upto(len(made)) if is_interrupted else known, made))
 
 
 def _may_branch(prompt: Any, identity: Mapping[str, Any]) -> bool:
-    """Returns whether branches of a request may be drafts for it."""
+    """Returns whether branches of a request can serve as drafts for it."""
     return (
         isinstance(prompt, Mapping)
         and set(prompt) == {_PROMPT}
@@ -220,7 +224,7 @@ def _brought(params: Any) -> TextAhead | None:
 
 
 def _with_text(params: Any, known: TextAhead | None, more: Mapping[str, Any]) -> Any:
-    """Returns sampling parameters with the known text as drafts, and with `more` in their identity."""
+    """Returns sampling parameters with the known text as drafts, and with the entries of `more` for this package."""
     params = params.clone()
     identity = {**params.extra_args[EXTRA_ARGS_KEY], **more}
     if known is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What synchronous and asynchronous engines do in the same way for a plan of early requests (`run_ahead`).
+"""What synchronous and asynchronous engines do alike while they decode early requests of a plan (`run_ahead`).
 
-`rolling_engine.py` and `rolling_stream.py` have what differs, which is how the engine steps, how it is asked and waited for,
-and how its requests are started and stopped.
+`rolling_engine.py` and `rolling_stream.py` have what differs. This is how the engine steps, how questions to it are asked and
+answered, and how its requests are started and stopped.
 """
 
 import itertools
@@ -30,28 +30,28 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 50
-"""Most attempts to make vLLM drop its cached prefixes, which the next weights must not read. vLLM refuses this while an engine
-step is under way."""
+"""Most attempts to make vLLM drop its cached prefixes, which requests under the next weights must not read. vLLM refuses this
+while an engine step is under way."""
 RETRY_S = 0.02
-"""Seconds between two such attempts."""
+"""Seconds between two attempts to make vLLM drop its cached prefixes."""
 _TIME_SHARE = 0.01
 """Largest share of the time that questions of one kind to the vLLM workers may take."""
 
 RequestOf = Callable[[EarlyStart], tuple[Any, Any]]
-"""A function that returns vLLM's prompt and sampling parameters of an early request. The parameters are None if there is
+"""A function that returns vLLM's prompt and sampling parameters for an early request. The parameters are None if there is
 nothing to decode.
 
 `early_requests.early_params` derives them from the parameters that the request will have in its own step."""
 
 
 class StaleCache(RuntimeError):
-    """Raised if vLLM does not drop prefixes that older weights have cached, because then the run must not go on."""
+    """Raised if vLLM does not drop prefixes that older weights have cached. The run must not go on then."""
 
 
 class Seldom:
     """Tells when a question may be asked again, so that its answers take at most a hundredth of the time.
 
-    The question must be asked in a `with` statement of this object, which measures how long the answer takes.
+    Ask the question in a `with` statement of this object, which measures how long the answer takes.
     """
 
     def __init__(self) -> None:
@@ -76,30 +76,33 @@ class Question:
     method: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     take: Callable[[Any], None] | None = None
-    """Receives the reply, if it matters."""
+    """Function that gets the reply, or None if the reply does not matter."""
     pace: Seldom = field(default_factory=Seldom)
 
     def answered(self, replies: Sequence[Any]) -> None:
-        """Passes the workers' replies to `take`, which gets the reply of the only worker that does not reply None."""
+        """Passes the reply of a worker to `take`.
+
+        It is the first reply that is not None, because only one worker gives such a reply.
+        """
         if self.take is not None:
             self.take(next((reply for reply in replies if reply is not None), None))
 
 
 class Rolling:
-    """Owns the early requests of an engine's plan, if it has one, and what was learned in earlier plans. Never waits.
+    """Owns the early requests of an engine, which are those of coming steps and branches. Never waits.
 
-    Subclasses have the methods `plan` and `end`. The engine has a plan from `plan` until `end`, and this object is idle
-    otherwise.
+    A plan says which early requests the engine may decode. It lasts from the call of `plan` until that of `end`, which are
+    methods of the subclasses. Without a plan this object is idle. It also owns what was learned in earlier plans.
     """
 
     def __init__(self, request_of: RequestOf, most_branches: int) -> None:
-        """`most_branches` is the most branches of a request, or 0 for none."""
+        """`most_branches` is the largest number of branches of a request, or 0 for none."""
         self._request_of = request_of
         self._most_branches = most_branches
         self._names = itertools.count()
         self._early: EarlyRequests | None = None
         self._known_lengths: list[int] = []
-        """Lengths of the responses of the last rollout during a plan."""
+        """Lengths of the responses of the last rollout during which the engine had a plan."""
         self._lengths: list[int] = []
         """Lengths of the responses that have ended since the plan began."""
         self._asks_prices = Seldom()
@@ -112,24 +115,28 @@ class Rolling:
         return self._early is not None
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of the engine's early requests."""
+        """Returns how much time the engine's early requests, which are those of coming steps, can save later."""
         return EarlyWorth() if self._early is None else self._early.worth()
 
     def follow(self, row: EarlyRow) -> int:
-        """Follows an own request that newer weights may have to decode again. Call it before the request starts.
+        """Registers one of the engine's own requests, so that branches of it are started. Returns its name.
 
-        Branches of it are started from now on. Returns the name that it needs as `ties` in its identity.
+        Call it before the request starts, if newer weights may have to decode the request again. The request needs its name as
+        `ties` in its identity.
         """
         assert self._early is not None, "there is no plan"
         return self._early.follow(row)
 
     def called(self, name: int, request_id: str) -> None:
-        """Notes vLLM's id of a followed request, which is needed to read its tokens."""
+        """Notes the id in vLLM of a request that was registered by `follow`, which is needed to read its tokens."""
         if self._early is not None:
             self._early.called(name, request_id)
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended, and stops its branches. Does nothing if its plan has ended."""
+        """Forgets a request that was registered by `follow` and has ended, and stops its branches.
+
+        Does nothing if the plan of the request has ended.
+        """
         early = self._early
         if early is not None:
             self._stop(early, early.branches_of(name))
@@ -146,8 +153,8 @@ class Rolling:
     def _open(self, engine: Any, rows: Sequence[EarlyRow], scale: float, kept: float) -> EarlyRequests:
         """Returns the early requests of a new plan. `engine` is vLLM's object that knows its config and its requests.
 
-        `scale` is how far the next update is expected to move the difference of two scores, in nats (`FlipModel`), and `kept`
-        is the share of the tokens made ahead that an update has left right.
+        `scale` is how far the next weight update is expected to move the difference between the scores of two tokens, in nats
+        (`FlipModel`). `kept` is the share of the tokens made ahead that earlier updates have left unchanged.
         """
         assert self._early is None, "the plan before has not ended"
         texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)
@@ -159,8 +166,8 @@ class Rolling:
     def _questions(self, early: EarlyRequests, load: OwnLoad) -> list[Question]:
         """Returns the questions that must be answered before early requests start.
 
-        They ask for the times of engine steps, once in each plan, and for near-ties, at which branches may start. The same
-        question is not asked again at once (`Seldom`). While no early request could start, nothing is asked, unless the vLLM
+        One asks for the times of engine steps, once in each plan. The other asks for near-ties, at which branches may start. A
+        question is not repeated too soon (`Seldom`). While no early request could start, nothing is asked, unless the vLLM
         worker keeps near-ties of too many ended requests.
         """
         if not early.has_slot(load):
@@ -190,7 +197,10 @@ class Rolling:
         return early.made()
 
     def _refused(self, early: EarlyRequests, name: int, error: BaseException) -> None:
-        """Gives up an early request that vLLM refuses, and warns of the first one. It is decoded in its own step."""
+        """Gives up an early request that vLLM refuses, and warns of the first one.
+
+        Its own step will decode the request anyway.
+        """
         self._leave(early, name)
         if not self._has_warned:
             self._has_warned = True
@@ -199,5 +209,5 @@ class Rolling:
             )
 
     def _leave(self, early: EarlyRequests, name: int) -> None:
-        """Notes that nothing can be decoded of a request, neither now nor later."""
+        """Notes that nothing of an early request can be decoded, neither now nor later."""
         early.finished(engine_id(name), (), "stop")

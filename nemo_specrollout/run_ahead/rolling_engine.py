@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A synchronous engine that decodes requests of coming steps in slots that its own requests leave free (`run_ahead`).
+"""A synchronous engine that decodes early requests, those of coming steps, in slots that its own requests leave free.
 
-Whoever drives the engine sees only its own requests. vLLM's `LLM.generate`, `HostedEngine` and `TurnShard` all step
-`llm.llm_engine`, and three methods of that object are wrapped while there is a plan.
+The code that drives the engine sees only the engine's own requests. vLLM's `LLM.generate`, `HostedEngine` and `TurnShard` all
+step `llm.llm_engine`. Three methods of this object are wrapped while there is a plan.
 """
 
 import time
@@ -16,32 +16,33 @@ from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, Req
 
 
 class RollingEngine(Rolling):
-    """Decodes early requests beside the requests of whoever drives a `vllm.LLM`.
+    """Decodes early requests, which are those of coming steps, beside the own requests of a `vllm.LLM`.
 
-    It is idle except between `plan` and `end`, when it has a plan. Owns the early requests of the plan. After a plan, the
-    engine is as it was before, except that the numbers of early requests go on from plan to plan.
+    A plan says which early requests the engine may decode. It lasts from `plan` until `end`, and this object is idle
+    otherwise. It owns the early requests of the plan. After a plan the engine is as before, except that the numbers of early
+    requests continue in the next plan.
 
-    Invariant: outputs and counts of unfinished requests that the wrapped methods return are those of the engine's own
-    requests. Early requests never make the driver of the engine step more often than its own requests need.
+    Invariant: the wrapped methods return outputs and counts of the engine's own requests only. Early requests never make the
+    caller step the engine more often than its own requests need.
     """
 
     def __init__(self, llm: Any, request_of: RequestOf, most_branches: int) -> None:
-        """`most_branches` is the most branches of a request, or 0 for none."""
+        """`most_branches` is the largest number of branches of a request, or 0 for none."""
         super().__init__(request_of, most_branches)
         self._llm = llm
         self._engine = llm.llm_engine
         self._native: dict[str, Any] = {}
-        """The engine's own methods while they are wrapped."""
+        """The engine's own methods while they are wrapped, by name."""
         self._seen_own = 0
-        """Number of own requests at the latest check."""
+        """Number of the engine's own requests at the latest check."""
         self._steps_left = 0
-        """Number of engine steps until the next check."""
+        """Number of engine steps until it is checked again which early requests to start or stop."""
 
     def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
-        """Starts a plan with rows of coming steps, the most urgent ones first. An earlier plan must have ended.
+        """Starts a plan with requests of coming steps (`rows`), the most urgent ones first. An earlier plan must have ended.
 
-        `scale` is how far the next update is expected to move the difference of two scores, in nats (`FlipModel`), and `kept`
-        is the share of the tokens made ahead that an update has left right.
+        `scale` is how far the next weight update is expected to move the difference between the scores of two tokens, in nats
+        (`FlipModel`). `kept` is the share of the tokens made ahead that earlier updates have left unchanged.
         """
         self._open(self._engine, rows, scale, kept)
         self._steps_left = 0
@@ -50,7 +51,7 @@ class RollingEngine(Rolling):
         self._wrap("get_num_unfinished_requests", self._get_num_unfinished_requests)
 
     def slice(self, seconds: float) -> bool:
-        """Decodes early requests for about `seconds`, in which nothing else may use the engine.
+        """Decodes early requests for about `seconds`, during which nothing else may use the engine.
 
         Returns whether there is more to decode.
         """
@@ -119,7 +120,7 @@ class RollingEngine(Rolling):
     # Early requests
 
     def _look_if_due(self, early: EarlyRequests) -> None:
-        """Starts and stops early requests if own requests have come or gone, or after `LOOK_STEPS` engine steps."""
+        """Starts and stops early requests if other requests have come or gone, or after `LOOK_STEPS` engine steps."""
         num_own = self._get_num_unfinished_requests()
         if num_own == self._seen_own and self._steps_left > 0:
             self._steps_left -= 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous engine that decodes requests of coming steps in slots that its own requests leave free (`run_ahead`).
+"""An asynchronous engine that decodes early requests, those of coming steps, in slots that its own requests leave free.
 
-The engine decodes all the time by itself, and its own requests come at any time. Each early request is an asyncio task, which
-is cancelled as soon as an own request needs its slot.
+The engine decodes by itself all the time, and its own requests may come at any time. Each early request is an asyncio task,
+which is cancelled as soon as one of the engine's own requests needs its slot.
 """
 
 import asyncio
@@ -19,19 +19,20 @@ from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, Req
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
-"""Seconds after which the engine is checked again if no request has come or gone."""
+"""Seconds after which it is checked again which early requests to start or stop, if no request comes or goes."""
 
 
 class RollingStream(Rolling):
-    """Decodes early requests beside the requests of an `AsyncLLM`.
+    """Decodes early requests, which are those of coming steps, beside the own requests of an `AsyncLLM`.
 
-    It is idle except between `plan` and `end`, when it has a plan. Owns the early requests of the plan with a task for each,
-    and the task that starts and stops them. Counts the engine's own running requests, all of which pass through `own`.
+    A plan says which early requests the engine may decode. It lasts from `plan` until `end`, and this object is idle
+    otherwise. It owns the early requests of the plan with a task for each, and the task that starts and stops them. It counts
+    the engine's own running requests, all of which pass through `own`.
 
     Invariant: if the engine has more requests than slots, all of its early requests were told to stop.
 
-    Belongs to the event loop of `plan`. The engine's own requests may come on others, because NeMo-RL's HTTP server has
-    a thread of its own.
+    The object belongs to the event loop of `plan`. The engine's own requests may come in other event loops, because NeMo-RL's
+    HTTP server has a thread of its own.
     """
 
     def __init__(
@@ -41,22 +42,25 @@ class RollingStream(Rolling):
         request_of: RequestOf,
         most_branches: int,
     ) -> None:
-        """`generate` is vLLM's own method of `llm`. `most_branches` is the most branches of a request, or 0 for none."""
+        """`generate` is vLLM's own method of `llm`. `most_branches` is the largest number of branches of a request, or 0."""
         super().__init__(request_of, most_branches)
         self._llm = llm
         self._generate = generate
         self._own: set[object] = set()
-        """An object for each own request of the engine. Adding and discarding are safe in all threads."""
+        """An object for each of the engine's own requests. To add and to discard objects is safe in all threads."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Tasks of early requests by name, including those that vLLM has not released yet."""
+        """Tasks of early requests by name, including tasks whose requests vLLM has not released yet."""
         self._changed = asyncio.Event()
         self._is_due = False
-        """Whether early requests may start, because own requests have come since the plan began or `wait` was called."""
+        """Whether early requests may start. They may when the engine got requests of its own since the plan began, or when
+        `wait` was called."""
 
     async def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
-        """Starts a plan with rows of coming steps, which are decoded in free slots once own requests have come.
+        """Starts a plan with requests of coming steps (`rows`).
+
+        They are decoded in free slots once the engine has other requests.
 
         For the arguments see `RollingEngine.plan`.
         """
@@ -67,7 +71,7 @@ class RollingStream(Rolling):
         self._keeper = asyncio.create_task(self._keep(early))
 
     async def own(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of an own request of the engine, and stops early requests that take what it needs."""
+        """Passes on the outputs of one of the engine's own requests. Stops early requests that take room which it needs."""
         token = object()
         self._own.add(token)
         self._is_due = True
@@ -87,7 +91,10 @@ class RollingStream(Rolling):
             self._tell(self._changed.set)
 
     async def wait(self, seconds: float) -> bool:
-        """Lets the engine decode early requests for at most `seconds`. Returns whether one is left or could start."""
+        """Waits up to `seconds` while the engine decodes early requests.
+
+        Returns whether one of them is left or could start.
+        """
         keeper = self._keeper
         early = self._early
         if keeper is None or early is None or early.is_empty or keeper.done():
@@ -118,7 +125,7 @@ class RollingStream(Rolling):
     # Early requests
 
     async def _keep(self, early: EarlyRequests) -> None:
-        """Starts and stops early requests whenever something has changed, and at regular intervals."""
+        """Starts and stops early requests whenever other requests have come or gone, and after every `LOOK_S` seconds."""
         try:
             num_before = 0
             while self._early is early:  # a cancellation may be lost in vLLM's code
@@ -144,13 +151,13 @@ class RollingStream(Rolling):
             raise
 
     def _load(self, early: EarlyRequests) -> OwnLoad:
-        """Returns the load of the engine's own requests, including those that vLLM has not added yet."""
+        """Returns the state of the engine's own requests, including requests that vLLM has not added yet."""
         load = early.own_load()
         num_requests = max(load.num_requests, len(self._own))
         return load._replace(num_requests=num_requests, is_waiting=load.is_waiting or num_requests > load.num_requests)
 
     def _give_way(self) -> None:
-        """Stops early requests that take what own requests need, or that no longer pay."""
+        """Stops early requests that take room which the engine's own requests need, or that save no more time."""
         early = self._early
         if early is not None:
             names = early.give_way(self._load(early))
@@ -192,7 +199,7 @@ class RollingStream(Rolling):
                 self._tasks[name].cancel()
 
     def _tell(self, what: Callable[[], None]) -> None:
-        """Calls a function in the event loop of the plan, at once if this is that loop."""
+        """Calls the function `what` in the event loop of the plan. Calls it at once if the caller runs in this loop."""
         if self._early is None or self._loop is None:
             return
         try:

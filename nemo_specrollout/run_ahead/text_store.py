@@ -7,9 +7,9 @@ from nemo_specrollout.run_ahead.texts import TextAhead
 
 
 class TextStore:
-    """Owns the texts, by the policy version of their step and the seed of their request. Their memory is bounded (`trim`).
+    """Owns the texts for coming steps, by the policy version of their step and the seed of their request.
 
-    A text is replaced when newer weights have generated it again.
+    A text is replaced when newer weights have generated it again. `trim` limits the memory of all texts.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -19,23 +19,23 @@ class TextStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the texts take."""
+        """Number of bytes that the texts take."""
         return self._num_bytes
 
     def of(self, version: int) -> dict[int, TextAhead]:
-        """Returns the texts of the step of a policy version, by seed."""
+        """Returns the texts for the step with policy version `version`, by the seeds of their requests."""
         return dict(self._texts.get(version, {}))
 
     def num_tokens(self, version: int) -> int:
-        """Returns how many tokens the texts of a step have together, without branches."""
+        """Returns how many tokens all texts for the step with policy version `version` have, without branches."""
         return sum(text.num_tokens for text in self._texts.get(version, {}).values())
 
     def num_texts(self, version: int) -> int:
-        """Returns how many requests of a step have a text that is not empty."""
+        """Returns how many requests of the step with policy version `version` have a text that is not empty."""
         return sum(text.num_tokens > 0 for text in self._texts.get(version, {}).values())
 
     def put(self, version: int, texts: Mapping[int, TextAhead]) -> None:
-        """Stores the newest texts of a step's requests. Other texts of that step stay."""
+        """Stores the newest texts for requests of one step, by their seeds. The other texts for the step stay."""
         known = self._texts.setdefault(version, {})
         for seed, text in texts.items():
             before = known.get(seed)
@@ -43,10 +43,10 @@ class TextStore:
             known[seed] = text
 
     def trim(self) -> dict[int, int]:
-        """Forgets texts that do not fit into the memory.
+        """Forgets texts until the others fit into the memory.
 
-        Those of the farthest step go first, and within a step those that were stored last.
-        Returns the number of forgotten texts of each step that lost any, by its policy version.
+        Texts for the farthest step are forgotten first, and within a step those that were stored last. Returns how many texts
+        were forgotten, by the policy version of their step.
         """
         forgotten: dict[int, int] = {}
         for version in sorted(self._texts, reverse=True):
@@ -58,6 +58,6 @@ class TextStore:
         return forgotten
 
     def forget_before(self, version: int) -> None:
-        """Forgets the texts of steps before that of a policy version."""
+        """Forgets the texts for all steps before the one with policy version `version`."""
         for old in [known for known in self._texts if known < version]:
             self._num_bytes -= sum(text.num_bytes for text in self._texts.pop(old).values())

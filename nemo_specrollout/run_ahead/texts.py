@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts made ahead that an engine has for its requests, and counts of how much of these texts was right."""
+"""The texts made ahead that an engine has for its requests, and counts of how much of them agreed with the responses."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -18,22 +18,22 @@ NO_GAPS = counts_of_gaps(np.zeros(0))
 
 @dataclass(frozen=True)
 class TextAhead:
-    """The text that older weights have sampled for a request of a coming step, with the noise of that request."""
+    """The text that older weights have sampled for a request of a coming step, with the noise of this request."""
 
     tokens: bytes
     """Token ids of the response, as int32 numbers."""
     gaps: bytes = b""
-    """For each token the difference between its score and the runner-up's, in nats, as float16 numbers.
+    """For each token, the difference between its score and the runner-up's, in nats, as float16 numbers.
 
-    The gaps of the last tokens may be unknown."""
+    For the last tokens the difference may not be known. Then there are fewer numbers than tokens."""
     runners_up: bytes = b""
-    """For each token the one with the second-best score, as int32 numbers. Known where `gaps` are."""
+    """For each token, the token with the second-best score, as int32 numbers. It is known for as many tokens as `gaps`."""
     branches: tuple[AheadBranch, ...] = ()
-    """Texts that continue with the runner-up instead, at some near-ties of this text and of each other."""
+    """Branches of this text and of each other. Each one continues with the runner-up at a near-tie."""
     is_complete: bool = False
     """Whether the response has ended."""
     num_older: int = 0
-    """Number of tokens at the end that, like their gaps, come from earlier weights than the latest ones."""
+    """Number of tokens at the end that were sampled, like their gaps, by older weights than the tokens before them."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,13 +42,14 @@ class TextAhead:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the text and its branches take, without the objects around them."""
+        """Number of bytes that the text and its branches take, without the Python objects around them."""
         return len(self.tokens) + len(self.gaps) + len(self.runners_up) + sum(len(b.text) for b in self.branches)
 
     def with_made(self, made: Sequence[int]) -> "TextAhead":
-        """Returns the known text of a request that had this text and has now made the tokens `made` under newer weights.
+        """Returns the known text of a request that had this text, after it has sampled the tokens `made` under newer weights.
 
-        The result begins with `made`, and goes on like this text or the branch of it that agrees with `made` longest.
+        The result begins with `made`. Then it continues like this text or the branch that agrees with `made` for the most
+        tokens.
         """
         tokens, branches = begun_again(made, self.tokens, self.branches)
         num_common = num_kept(self.tokens, np.frombuffer(tokens, np.int32))
@@ -62,41 +63,42 @@ class TextAhead:
 
 
 class KeptCounts(NamedTuple):
-    """Counts of how much of the texts made ahead was right under the weights of their step."""
+    """Counts of how much of the texts made ahead agreed with the responses that newer weights have sampled."""
 
     num_made: int = 0
     """Number of tokens in the texts of requests that have ended, without branches."""
     num_kept: int = 0
-    """Number of these tokens that come before the first change in their text."""
+    """Number of tokens of the texts that come before the first token where a text differs from its response."""
     num_right: int = 0
-    """Number of tokens that were drafted right, including those of a branch after a change."""
+    """Number of draft tokens that agreed with the responses, including those of branches after the text itself has
+    differed."""
     num_tokens: int = 0
-    """Number of tokens in the responses of the same requests."""
+    """Number of tokens in the responses of requests that have ended and had a text made ahead."""
     num_texts: int = 0
-    """Number of texts that were compared."""
+    """Number of texts that were compared with responses."""
     num_flips: int = 0
-    """Number of texts that diverged at a token whose gap is known from the latest weights."""
+    """Number of texts that differ from their response at a token whose score gap is known from the latest weights. Only the
+    first such difference of a text counts."""
     num_runners_up: int = 0
-    """Number of these texts that diverged because the runner-up was sampled instead."""
+    """Number of the texts in `num_flips` for which the new weights sampled the runner-up at this token."""
     num_followed: int = 0
-    """Number of branches that agreed with the response where the text, or a branch before them, did not."""
+    """Number of branches that agreed with the response at the token where the text, or the branch before, differed from it."""
     num_brought: int = 0
-    """Number of requests that have brought a text along, including those that have not ended."""
+    """Number of requests that had a text made ahead, including requests that have not ended."""
     gaps_G: Array = NO_GAPS
-    """Histogram of the gaps of the compared tokens up to the first change, as `counts_of_gaps` returns it."""
+    """Histogram of the score gaps of the compared tokens up to the first difference, as `counts_of_gaps` returns it."""
 
     def plus(self, other: "KeptCounts") -> "KeptCounts":
-        """Returns the sums."""
+        """Returns the sums of both objects' numbers."""
         pairs: Any = zip(self, other, strict=True)
         return KeptCounts(*(a + b for a, b in pairs))
 
 
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
-    """Returns how much of a text was right under newer weights.
+    """Returns how much of a text made ahead agrees with the response that newer weights have sampled.
 
-    `response` has the token ids that the request with the same seed has made under them. `num_flips`, `num_runners_up` and
-    `gaps_G` leave out those tokens of the text that are older than one update, so that they show the effect of exactly one
-    update.
+    `response` has the token ids of this response. `num_flips`, `num_runners_up` and `gaps_G` leave out those tokens of the
+    text that are more than one weight update old. So they show the effect of exactly one update.
     """
     response = np.asarray(response, np.int32)
     kept = num_kept(text.tokens, response)
@@ -119,7 +121,7 @@ def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts
 
 
 def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
-    """Returns how many leading tokens the text and then its branches had right, and how many branches were followed."""
+    """Returns how many tokens of the text and its branches agree with the response, and how many branches were followed."""
     path = first = followed = 0
     own = text.tokens
     while True:
@@ -137,10 +139,11 @@ def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
 
 
 class TextsAhead:
-    """Owns an engine's texts by the seeds of their requests, and the counts of how much of them was right.
+    """Owns an engine's texts made ahead, by the seeds of their requests. Counts how much of them agreed with responses.
 
-    A request and its text have the same seed, so they have the same noise. They differ where the new weights changed a token.
-    Requests may come and end in several threads, because NeMo-RL's HTTP server has one of its own.
+    A request and its text have the same seed, so they have the same noise. They differ only from the token on where the new
+    weights have sampled another one. Requests may come and end in several threads, because NeMo-RL's HTTP server has a thread
+    of its own.
     """
 
     def __init__(self) -> None:
@@ -149,7 +152,7 @@ class TextsAhead:
         self._lock = Lock()
 
     def replace(self, texts: Mapping[int, TextAhead]) -> None:
-        """Replaces all texts by `texts`, which are those of the requests that come next, by seed."""
+        """Replaces all texts by `texts`, which are those of the requests that come next, by their seeds."""
         self._texts = texts
 
     def of(self, seed: int) -> TextAhead | None:
@@ -157,16 +160,16 @@ class TextsAhead:
         return self._texts.get(seed)
 
     def bring(self, seed: int) -> TextAhead | None:
-        """Returns the text for a request with this seed, or None if there is none, and counts it as brought along."""
+        """Returns the text for a request with this seed, or None if there is none. Counts it in `num_brought`."""
         text = self.of(seed)
         if text is not None and text.tokens:
             self._count(KeptCounts(num_brought=1))
         return text
 
     def followed(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of a vLLM request with sampling parameters `params`.
+        """Passes on the outputs of a vLLM request with the sampling parameters `params`.
 
-        When the request ends, counts how much of the text that it brought along was right.
+        When the request ends, it counts how much of the text that the request had from the beginning agrees with the response.
         """
         identity = (params.extra_args or {}).get(EXTRA_ARGS_KEY) or {}
         text = self.of(identity["seed"]) if "ahead" in identity else None
@@ -188,10 +191,12 @@ class TextsAhead:
                 yield output
 
     def longest_first(self, seeds: Sequence[int]) -> list[int]:
-        """Returns the order in which requests should start, the longest expected response first, as indices in `seeds`.
+        """Returns the order in which requests should start, as indices in `seeds`.
 
-        A text that has ended is probably as long as its response. A text that has not ended counts with twice its length,
-        because long texts have more to come. Requests without a text count as the mean of the others.
+        Requests with the longest expected response come first.
+
+        A complete text is probably as long as the response. A text that is not complete counts twice its length, because long
+        texts have more to come. A request without a text counts as the mean of the others.
         """
         texts = [self.of(seed) for seed in seeds]
         expected = [None if t is None else t.num_tokens * (1 if t.is_complete else 2) for t in texts]
@@ -200,9 +205,9 @@ class TextsAhead:
         return sorted(range(len(seeds)), key=lambda i: -(mean if (length := expected[i]) is None else length))
 
     def compare(self, seed: int, response: Sequence[int] | np.ndarray) -> None:
-        """Counts how much of a text was right. A seed without a text is ignored.
+        """Counts how much of the text with this seed agrees with the response. A seed without a text is ignored.
 
-        `response` has the token ids of the request with this seed.
+        `response` has the token ids that the request has sampled.
         """
         text = self.of(seed)
         if text is not None and text.tokens:
@@ -213,7 +218,7 @@ class TextsAhead:
             self._kept = self._kept.plus(counts)
 
     def take_kept(self) -> KeptCounts:
-        """Returns how much of the texts was right, counted since the last call."""
+        """Returns how much of the texts agreed with the responses, counted since the last call."""
         with self._lock:
             counts = self._kept
             self._kept = KeptCounts()

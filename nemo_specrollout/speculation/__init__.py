@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how deep a drafter with weights drafts in an engine step, how many drafts are verified, and when drafters rest."""
+"""Speculation policies, which decide how many draft tokens an engine step has, and the estimates on which they decide."""

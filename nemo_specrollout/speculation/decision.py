@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how deep the drafter with weights drafts in an engine step, and how many draft tokens are verified.
+"""Functions that choose how many tokens a drafter with weights drafts, and how many draft tokens an engine step verifies.
 
-In this file a step is an engine step, and the model is the drafter with weights. Its depth is the number of tokens that it
-drafts for each request. At depth 0 it only reads the tokens of the requests.
+In this file a step is an engine step. The drafting depth of a step is the number of tokens that the drafter with weights
+drafts for each request. At depth 0 this drafter drafts nothing, and only reads the tokens of the requests.
 
-Each choice maximizes tokens per second, which are the expected tokens of a step divided by its seconds. What draft tokens are
-worth is taken from a histogram of their survival. The mean of their survival would not do, because where rows are expensive it
-may show no gain, although it would pay to verify only the surest tokens.
+The functions choose what gives the most tokens per second, which is the expected number of tokens of a step divided by its
+seconds. The expected number of tokens is computed from a histogram of the drafts' survival. The mean survival would not be
+enough. Where rows are expensive, drafts of mean survival may cost more time than they save, although the surest drafts save
+time.
 
-Shapes: B requests, K draft positions, F depths of drafting, Q bins of survival, N numbers of drafts.
+Shapes: B requests, K draft positions, F drafting depths, Q bins of survival, N numbers of drafts.
 """
 
 from typing import NamedTuple
@@ -18,25 +19,25 @@ import numpy as np
 from nemo_specrollout.speculation.step_model import StepCosts
 
 SAMPLED = 17
-"""One of this many drafts is in the sample by which `_largest` bounds the survival of chosen drafts from below. The number is
-not a power of two, so that the sample meets all requests and positions."""
+"""`_largest` first looks at only one in this number of drafts, which gives it a lower bound for the survival of the drafts to
+choose. The number is not a power of two, so that these drafts belong to all requests and positions."""
 SAMPLE_MARGIN = 2
-"""The bound is set so low that about this many times as many drafts as are chosen should exceed it."""
+"""`_largest` chooses its lower bound so low that it leaves about this many times as many drafts as are needed."""
 
 
 class Steps(NamedTuple):
-    """The predicted best step for each depth."""
+    """For each drafting depth, the engine step that is predicted to give the most tokens per second."""
 
     num_drafts_F: np.ndarray
-    """Number of draft tokens to verify, int64."""
+    """Number of draft tokens that the step verifies, int64."""
     tokens_F: np.ndarray
-    """Expected tokens of the step, float64."""
+    """Expected number of tokens by which all requests together grow in the step, float64."""
     seconds_F: np.ndarray
-    """Seconds of the step with its drafting, float64."""
+    """Predicted seconds of the step, including the time of drafting, float64."""
 
     @property
     def rate_F(self) -> np.ndarray:
-        """Tokens per second."""
+        """Expected tokens per second of each step."""
         return self.tokens_F / self.seconds_F
 
 
@@ -48,20 +49,21 @@ def best_steps(
     draft_s_F: np.ndarray,
     read_row_s: float = 0.0,
 ) -> Steps:
-    """Returns for each depth the step with the most tokens per second, over all numbers of draft tokens to verify.
+    """Returns for each drafting depth the engine step with the most tokens per second.
 
-    Only a few numbers of drafts must be compared. Drafts are verified in the order of their survival, so each further draft
-    adds as many tokens as the one before until a bin is used up, and about as many seconds until a larger CUDA graph is
-    needed. Where tokens and seconds both grow linearly, their ratio only rises or only falls. So the best number is one at
-    which a bin is used up, one at which a CUDA graph is full, or one of `StepCosts.corners` beyond the graphs.
+    The steps that are compared differ in how many drafts they verify. Only a few of these numbers have to be tried. The drafts
+    with the highest survival are verified first. Within a bin of survival each further draft adds the same number of tokens.
+    Within a CUDA graph each further draft adds about the same number of seconds. As long as tokens and seconds both grow
+    linearly, their ratio only rises or only falls. So the best number of drafts is one that uses up a bin, or fills a CUDA
+    graph, or reaches one of `StepCosts.corners`.
 
     Args:
-        count_FQ: expected draft tokens of the batch, by depth from 0 on and by bin of survival, float64.
+        count_FQ: expected draft tokens of the batch, by drafting depth from 0 on and by bin of survival, float64.
         num_requests: number of requests in the batch.
-        costs: predicted seconds of steps.
-        margin: share by which a step with drafts must exceed the tokens per second of a step without.
-        draft_s_F: seconds of drafting to each depth, float64.
-        read_row_s: seconds in which the model reads one more verified draft.
+        costs: predicted seconds of engine steps.
+        margin: share by which a step with drafts must exceed the tokens per second of a step without drafts.
+        draft_s_F: seconds in which the drafter with weights drafts to each depth, float64.
+        read_row_s: seconds in which the drafter with weights reads one more verified draft.
     """
     num_depths, num_bins = count_FQ.shape
     most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # of drafts and accepted ones, from the best bin on
@@ -87,20 +89,20 @@ def best_steps(
 
 
 class Choice(NamedTuple):
-    """The best depth for a step."""
+    """The drafting depth that `best_depth` has chosen for an engine step, and the seconds that it should save."""
 
     depth: int
-    """Draft tokens for each request, or 0 if the model only reads."""
+    """Number of draft tokens for each request, or 0 if the drafter with weights should only read."""
     won_s: float
-    """Seconds by which the step's tokens come sooner than without the model. It is negative if the model only reads, because
-    reading takes time and wins nothing in this step."""
+    """Seconds that the drafter with weights saves in the step, compared with the time that the same number of tokens takes
+    without it. At depth 0 this is negative, because then the drafter takes time to read and drafts nothing."""
 
 
 def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin: float) -> Choice:
-    """Returns the depth with the most tokens per second. It is above 0 only if that beats depth 0 by the share `margin`.
+    """Returns the drafting depth with the most tokens per second, which is 0 if no other beats it by more than `margin`.
 
-    `count_FQ` are the expected draft tokens of the batch, by depth from 0 on and by bin of survival, float64. `costs.drafting`
-    must be known.
+    `margin` is a share of the tokens per second at depth 0. `count_FQ` has the expected draft tokens of the batch, by depth
+    from 0 on and by bin of survival, float64. `costs.drafting` must be known.
     """
     drafting = costs.drafting
     assert drafting is not None
@@ -114,10 +116,10 @@ def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin
 
 
 def survival_of(rates_BK: np.ndarray) -> np.ndarray:
-    """Returns the survival of each draft, which is the product of the acceptance rates up to it, [B, K].
+    """Returns the survival of each draft, which is the product of the acceptance rates up to this draft, [B, K].
 
-    `rates_BK` has for each draft the probability that it is accepted if all before it are. The product is computed position
-    by position, because NumPy's own product along a row takes twice as long.
+    `rates_BK` has for each draft the probability that it is accepted if all drafts before it are accepted. The products are
+    computed position by position, because `numpy.cumprod` takes twice as long.
     """
     survival_KB = rates_BK.T.copy()
     for k in range(1, len(survival_KB)):
@@ -126,12 +128,13 @@ def survival_of(rates_BK: np.ndarray) -> np.ndarray:
 
 
 def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndarray:
-    """Returns how many of each request's drafts are among the `most` likeliest of the batch, int64 [B].
+    """Returns how many of each request's drafts are among the `most` drafts of the batch with the highest survival, int64 [B].
 
-    `caps_B` is the most drafts of each request. Survival must not rise along a request. A draft of survival 0 is never chosen,
-    and no draft at all if `most` is not above 0. Of drafts with the same survival, those at earlier positions come first.
+    `caps_B` is the largest number of drafts that each request may have. Within a request, the survival must not rise from one
+    draft to the next. Drafts with survival 0 are never chosen. If there are too many drafts of equal survival, those at
+    earlier positions are chosen. The result is all zeros if `most` is 0 or negative.
 
-    The drafts are not sorted, because that takes ten times as long. It is enough to find the smallest survival that is chosen.
+    Sorting the drafts would take ten times as long, so the function only finds the smallest survival that is still chosen.
     """
     num_requests, num_positions = survival_BK.shape
     if most <= 0:
@@ -149,10 +152,10 @@ def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndar
 
 
 def _largest(values: np.ndarray, rank: int) -> float:
-    """Returns the value of this rank, where the largest value has rank 1.
+    """Returns the `rank`-th largest of the values, where rank 1 is the largest.
 
-    A sample of the values bounds the result from below, so that few values are left to compare. If too few are left, all
-    values are compared.
+    To be fast, it first computes a lower bound from a sample of the values, and then compares only the values above this
+    bound. If there are fewer of them than `rank`, it compares all values.
     """
     sample = values[::SAMPLED]
     bound = SAMPLE_MARGIN * rank // SAMPLED + SAMPLED

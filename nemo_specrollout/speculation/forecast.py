@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a speculation policy forecasts, which are the drafts that a request will have and the sizes of coming batches.
+"""Forecasts how many draft tokens a request will have, and which sizes the batch will have, for a speculation policy.
 
-In this file a step is an engine step, and the model is the drafter with weights. Its depth is the number of tokens that it
+In this file a step is an engine step. The drafting depth of a step is the number of tokens that the drafter with weights
 drafts for each request.
 
-Shapes: F depths of drafting from 0 on, Q bins of survival.
+Shapes: F drafting depths from 0 on, Q bins of survival.
 """
 
 from typing import ClassVar
@@ -14,19 +14,20 @@ import numpy as np
 from nemo_specrollout.speculation.spread import Spread
 
 WINDOW = 128
-"""Number of requests, summed over steps, from which the survival of drafts is estimated."""
+"""Number of requests, summed over engine steps, from which the survival of drafts is estimated."""
 FORESEEN = 0.25
-"""Weight of a draft that was not made and that the board only foresees, relative to a draft that was made."""
+"""Weight of an assumed draft token, relative to one that was drafted. The draft board assumes tokens beyond the depth to which
+the drafter with weights has drafted."""
 GENERATION = 1024
-"""Number of steps from which the sizes of batches are estimated."""
+"""Number of engine steps from which the sizes of batches are estimated."""
 
 
 class BatchSizes:
-    """Forecasts the sizes that a batch will have until its last request ends.
+    """Forecasts which sizes a batch will have until its last request ends.
 
-    Owns a count of steps for each bit length of a batch size, in which old steps fade. It starts with one step for each bit
-    length. So until smaller batches were seen, it assumes that a batch takes as long to shrink from 64 to 32 requests as from
-    32 to 16, which holds if the lengths of responses are exponentially distributed.
+    Owns a count of engine steps for each bit length of a batch size. For example, the sizes 32 to 63 have bit length 6. Old
+    steps fade. Every count starts at 1, as if a batch needed as many steps to shrink from 64 to 32 requests as from 32 to 16.
+    This is the case if the lengths of responses are exponentially distributed.
     """
 
     LEARNED: ClassVar = ("_steps",)
@@ -35,32 +36,36 @@ class BatchSizes:
         self._steps = np.ones(32)
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which it is if all counts are positive."""
+        """Returns whether counts that were loaded from a file are valid, which means that all of them are positive."""
         return bool((self._steps > 0.0).all())
 
     def count(self, num_requests: int) -> None:
-        """Counts a step of `num_requests` requests."""
+        """Counts an engine step of `num_requests` requests."""
         self._steps *= 1.0 - 1.0 / GENERATION
         self._steps[self._bits(num_requests)] += 1.0
 
     def until_the_end(self, num_requests: int) -> list[tuple[int, float]]:
-        """Returns the sizes that a batch will have until it ends, and the share of its remaining steps at each size."""
+        """Returns the sizes that a batch of `num_requests` requests will have until it ends, each with a share.
+
+        The share is the part of the batch's remaining engine steps that will have this size.
+        """
         most = self._bits(num_requests)
         share = self._steps[1 : most + 1] / self._steps[1 : most + 1].sum()
         return [(min(num_requests, 3 * 2**i // 2), float(share[i])) for i in range(most)]
 
     def _bits(self, num_requests: int) -> int:
-        """Returns the bit length of a size, capped at the longest one that is counted."""
+        """Returns the bit length of a batch size. Sizes that are too large are counted under the largest bit length."""
         return min(num_requests.bit_length(), len(self._steps) - 1)
 
 
 class Forecast:
-    """Forecasts for each depth the yield of a request, which is how many draft tokens it has in each bin of survival.
+    """Forecasts a request's yield at each drafting depth, which is its number of draft tokens in each bin of survival.
 
-    Owns means over the latest requests. A step shows the yield only of the depths up to its own, so the yields of two depths
-    come from different steps, and the means of these yields could not be compared. Therefore the means that are kept are those
-    of the yield of depth 0, and of the change of the yield from each depth to the next within a step. For depths that a step
-    did not reach, the board foresees a yield, which counts less than one that was seen (`FORESEEN`).
+    Owns means over the latest requests. An engine step that drafts to depth 3 shows the yields of the depths 0 to 3, but not
+    those of larger depths. So the mean yields of two depths would come from different steps, and could not be compared.
+    Therefore this class keeps the mean yield of depth 0, and for each further depth the mean change of the yield from the
+    depth before it. Such a change is always between two yields of the same step. For depths that a step did not reach, the
+    draft board provides an assumed yield, which counts less (`FORESEEN`).
     """
 
     LEARNED: ClassVar = ("_change_FQ", "_weight_F")
@@ -70,20 +75,23 @@ class Forecast:
         self._weight_F = np.zeros(num_positions + 1)
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which means that no weight is negative, and that weights come with means."""
+        """Returns whether means that were loaded from a file are valid.
+
+        Then no weight is negative, and there are means if any weight is above 0.
+        """
         return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
 
     def fade(self) -> None:
-        """Reduces the weight of what an earlier start has seen to that of a few requests.
+        """Lowers the weight of what was learned in an earlier start of the run to that of `WINDOW` / 4 requests.
 
-        Their number is too small to make the model dormant before this start has seen requests of its own.
+        This weight is too small to make the drafter with weights dormant before it has drafted for requests of this start.
         """
         self._weight_F = np.minimum(self._weight_F, 0.25 * WINDOW)
 
     @property
     def num_seen(self) -> float:
-        """Number of requests, summed over steps, from which the yield of depth 1 is known."""
-        return float(self._weight_F[1:2].sum())  # 0 if the model may draft nothing
+        """Number of requests, summed over engine steps, that have shown the yield of depth 1. It is at most `WINDOW`."""
+        return float(self._weight_F[1:2].sum())  # 0 if drafters with weights may draft nothing
 
     @property
     def is_well_known(self) -> bool:
@@ -91,7 +99,7 @@ class Forecast:
         return self.num_seen >= WINDOW
 
     def observe(self, spread: Spread) -> None:
-        """Learns from the histogram of the latest proposals, up to the largest depth that is forecast."""
+        """Learns from the survival histogram of an engine step's drafts, for all drafting depths that are forecast."""
         num_depths = len(self._weight_F)
         requests_F = spread.requests_F[:num_depths].astype(np.float64)
         depth = int(np.count_nonzero(requests_F[1:]))
@@ -109,15 +117,16 @@ class Forecast:
         self._change_FQ += np.minimum(share_F, 1.0)[:, None] * (change_FQ - self._change_FQ)
 
     def forget_model(self) -> None:
-        """Forgets what the model drafts, which is the yield of all depths above 0."""
+        """Forgets the yields of all drafting depths above 0, because these depend on the drafter with weights."""
         self._weight_F[1:] = 0.0
         if self._change_FQ is not None:
             self._change_FQ[1:] = 0.0
 
     def counts(self, num_requests: int, num_followed: int) -> np.ndarray:
-        """Returns the expected number of draft tokens of a batch by depth and bin of survival, float64 [F, Q].
+        """Returns the expected number of draft tokens of a batch by drafting depth and bin of survival, float64 [F, Q].
 
-        The batch has `num_requests`, of which the drafter with weights follows `num_followed`.
+        The batch has `num_requests` requests. The drafter with weights follows `num_followed` of them, and can draft only for
+        these.
         """
         if self._change_FQ is None:
             return np.zeros((len(self._weight_F), 1))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the survival of a step's drafts, for a host that knows only the acceptance rates of the step before.
+"""Predicts the survival of the drafts of an engine step from the acceptance rates of the engine step before.
 
-A step is an engine step here, and the rate of a draft is the probability that it is accepted if all before it are.
+In this file a step is an engine step. The rate of a draft is the probability that it is accepted if all drafts before it are
+accepted.
 
 Shapes: B requests of a step, K draft positions, S request slots.
 """
@@ -15,78 +16,84 @@ import numpy as np
 from nemo_specrollout.speculation.decision import survival_of
 
 MEMORY = 0.98
-"""Factor by which each step reduces the weight of what was learned before."""
+"""Factor by which each engine step reduces the weight of what was learned before."""
 PRIOR_REQUESTS = 4.0
-"""Weight of earlier knowledge about first drafts. It counts as much as the first drafts of this many requests."""
+"""Weight of what was learned earlier about the first drafts of new requests. It counts as much as this number of new
+requests."""
 
 
 class Kind(IntEnum):
-    """What is known about a request's drafts."""
+    """Says what is known about the drafts of a request, which decides how their survival is predicted."""
 
     KNOWN = 0
-    """The rates of its drafts in the step before are known."""
+    """The acceptance rates of the request's drafts in the engine step before are known."""
     SILENT = 1
-    """It has no drafts."""
+    """The request has no drafts."""
     NEW = 2
-    """Nothing is known yet."""
+    """The request is new, so no acceptance rates of its drafts are known."""
     NEW_WITH_TEXT = 3
-    """Nothing is known yet, but the request brings a text made ahead, which is probably right."""
+    """The request is new, but brings a text made ahead, which is probably right."""
 
 
 class _Foretold(NamedTuple):
-    """Requests of a step whose drafts were predicted."""
+    """The requests of an engine step for which survivals were predicted."""
 
     slots_B: np.ndarray
     kind_B: np.ndarray
     apart_BK: np.ndarray
-    """Survival in the step before, minus its mean over the requests."""
+    """Survival of each draft in the engine step before, minus the mean over the requests."""
 
 
 class Foresight:
-    """Predicts the survival of drafts from rates that are one step old.
+    """Predicts the survival of drafts from acceptance rates that are one engine step old.
 
-    A host that does not wait for the device must decide how many drafts a step has when it knows only the drafts of the step
-    before. A request that had good drafts in that step probably has good ones again, but they are not as much better than
-    those of the others. So the survival is shrunk towards the mean of the batch, by a share that is learned from earlier
-    steps. A new request has no rates at all. Its drafts are predicted from those of other new requests, separately for
-    requests that bring a text.
+    The host must decide how many drafts an engine step has while the device still computes the step before. So it only knows
+    the acceptance rates of that earlier step. A request whose drafts were better than the mean of the batch will probably have
+    better drafts again, but by less. Therefore the predicted survival lies between the request's latest survival and the mean
+    of the batch, and earlier steps show how far from the mean. A new request has no rates yet. Its prediction is the mean over
+    the first drafts of earlier new requests. Requests that bring a text made ahead have a mean of their own.
 
-    Owns the kind of each request, and what was learned. It reads no clock and adds in a fixed order, so that all ranks that
+    Owns the kind of each request, and what was learned. It reads no clock and adds numbers in a fixed order. So all ranks that
     get the same rates make the same predictions.
     """
 
     LEARNED: ClassVar = ("_first", "_together", "_before")
 
     def __init__(self, num_slots: int, num_positions: int, text_rate: float) -> None:
-        """`text_rate` is the assumed rate of drafts from a text that a request brings, before any such text was seen."""
+        """`text_rate` is the acceptance rate that is assumed for drafts from texts made ahead until some were verified."""
         self._kind_S = np.full(num_slots, Kind.NEW, np.int8)
         self._first = {kind: np.zeros(num_positions, np.float32) for kind in (Kind.NEW, Kind.NEW_WITH_TEXT)}
-        """Survival of the first drafts of a new request by its kind, [K]."""
+        """For each kind of new request, the survival of its first drafts, [K]."""
         self._first[Kind.NEW_WITH_TEXT][:] = np.cumprod(np.full(num_positions, text_rate))
         self._together = 1.0
-        """Sum of the products of requests' distances from the mean in two consecutive steps."""
+        """Numerator of `persistence`. It adds up products for all requests. Each product is the distance of a request's
+        survival from the mean in one engine step, multiplied by its distance in the next one."""
         self._before = 1.0
-        """Sum of the squares of these distances in the first of the two steps."""
+        """Denominator of `persistence`. It adds up the squares of the distances in the first of the two engine steps."""
         self._foretold: _Foretold | None = None
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with survivals that are probabilities and a positive sum of squares."""
+        """Returns whether fields that were loaded from a file are valid.
+
+        Then all survivals are between 0 and 1, and the sum of squares is positive.
+        """
         return self._before > 0.0 and all(bool(((s >= 0.0) & (s <= 1.0)).all()) for s in self._first.values())
 
     @property
     def persistence(self) -> float:
-        """Share of a request's distance from the mean that remains one step later, between 0 and 1."""
+        """Share of a request's distance from the mean survival that remains one engine step later, between 0 and 1."""
         return min(max(self._together / self._before, 0.0), 1.0)
 
     def opened(self, slots: Sequence[int], kinds: Sequence[Kind]) -> None:
-        """Notes that new requests have come into these slots. `kinds` has the kind of each."""
+        """Notes that new requests have come into the slots `slots`. `kinds` has the kind of each of these requests."""
         self._kind_S[list(slots)] = kinds
 
     def survival(self, rates_SK: np.ndarray, slots_B: np.ndarray) -> np.ndarray:
-        """Returns the predicted survival of the drafts of a step's requests, float32 [B, K].
+        """Returns the predicted survival of the drafts of an engine step's requests, float32 [B, K].
 
-        `rates_SK` has the rates of the step before, by slot, and `slots_B` the slot of each request of this step. Call this
-        once in each step with drafts. K may be less than the number of positions, and may differ between steps.
+        `rates_SK` has the acceptance rates of the engine step before, by slot. `slots_B` has the slot of each request of the
+        step that is predicted. Call this method once in each engine step with drafts. K may differ between steps, up to the
+        number of positions that the object was made for.
         """
         known_BK = survival_of(rates_SK[slots_B])
         self._learn(rates_SK, slots_B, known_BK)
@@ -109,7 +116,7 @@ class Foresight:
         return foretold_BK
 
     def _learn(self, rates_SK: np.ndarray, slots_B: np.ndarray, known_BK: np.ndarray) -> None:
-        """Learns from the drafts of the step before, which are known now."""
+        """Learns from the engine step before, by comparing the survivals predicted for it with those that are known now."""
         before = self._foretold
         if before is None:
             return

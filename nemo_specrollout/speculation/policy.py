@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculation policies, which are pure objects that decide what the drafters of an engine do in each engine step.
 
-A speculation policy reads no clock, so all ranks of an engine that get the same costs and counts decide alike.
+A speculation policy reads no clock. So all ranks of an engine decide alike if they get the same costs and counts.
 
-In this file a step is an engine step, and the model is the drafter with weights. Its depth is the number of tokens that it
-drafts for each request. A look is a try of drafts that the decision would leave out, because what does not pay now may pay
-later.
+In this file a step is an engine step. The drafting depth of a step is the number of tokens that the drafter with weights
+drafts for each request. A look is a try of drafts that would normally be left out. Drafts that save no time now may save some
+later, and only a look shows that.
 
-Shapes: K draft positions, F = K + 1 depths of drafting from 0 on, Q bins of survival.
+Shapes: K draft positions, F = K + 1 drafting depths from 0 on, Q bins of survival.
 """
 
 from abc import ABC, abstractmethod
@@ -25,88 +25,93 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 ENOUGH = 64
-"""Number of requests, summed over steps, after which a look at the model ends at the latest. From so many requests its drafts
-are known well enough to make it dormant."""
+"""A look, which is a try of a dormant drafter with weights, ends at the latest when it has drafted for this number of
+requests, summed over engine steps. Then its acceptance rates are known well enough to make it dormant again."""
 PLANNED_STEPS = 4
-"""Number of steps for which a planned depth holds. It is planned anew at once when the batch has changed, and in every step
-while the model's drafts are not well known. A look beyond the CUDA graphs takes as many steps."""
+"""Number of engine steps for which a planned drafting depth holds. The depth is planned again earlier if the batch has
+changed, and in every step while the acceptance rates of the drafter with weights are not well known. A look at engine steps
+beyond the CUDA graphs (`BeyondGraphs`) takes the same number of steps."""
 JUDGED_STEPS = 8
-"""Number of steps after which it is judged again whether the model should be dormant, and whether a look beyond the CUDA
-graphs is due. A look at a dormant model takes at most as many steps."""
+"""Number of engine steps after which two decisions are made again. One is whether the drafter with weights should be dormant,
+and the other is whether to try engine steps beyond the CUDA graphs. A try of a dormant drafter takes at most this number of
+steps."""
 LOOK_SHARE = 0.004
-"""Share of the engine's time that looks at a dormant model may take. When the batch changes, a look at drafters without
-weights may take the same share of the mean time of a request."""
+"""Share of the engine's time that may be spent on looks, which are tries of a dormant drafter with weights. When the batch
+changes, a look at drafters without weights may take the same share of the mean time of a request."""
 REST_SHARE = 0.001
-"""Share of the engine's time that looks at resting drafters without weights may take. Looks beyond the CUDA graphs may take as
-much again."""
+"""Share of the engine's time that may be spent on tries of resting drafters without weights. The same share may be spent in
+addition on tries of engine steps beyond the CUDA graphs."""
 PATIENCE = 4
-"""Number of steps in a row after which drafters without weights rest, if their drafts have not paid in these steps."""
+"""Drafters without weights rest after this number of engine steps in a row in which their drafts saved no time."""
 
 
 class SpeculationPolicy(ABC):
-    """Decides how deep an engine's drafter with weights drafts, how many draft tokens are verified, and when drafters rest.
+    """Decides to what depth a drafter with weights drafts, how many draft tokens are verified, and when drafters rest.
 
-    In each step the engine first calls `requests_arrived`, then `num_drafts` for the drafts that this step verifies, `plan`
-    for the drafts of the next step, `observe` with what was proposed, and finally `ends_step`.
+    The engine calls the methods in this order in each engine step. `requests_arrived` comes first. `num_drafts` decides about
+    the drafts that this step verifies, and `plan` about those that are drafted for the next step. `observe` gets what was
+    proposed. `ends_step` comes last.
     """
 
     most_drafts: int
-    """The most draft tokens of a request in a step."""
+    """The largest number of draft tokens that a request may have in an engine step."""
     costs: StepCosts | None = None
-    """Predicted seconds of steps with the context lengths of the latest step, or None while unknown."""
+    """Predicted seconds of engine steps with the context lengths of the latest one, or None while unknown."""
     row_price = 0.0
-    """Tokens that the engine generates in the time of one more row, not counting the row's attention to its context."""
+    """Number of tokens that the engine generates in the time that one more row takes, without the row's attention to its
+    context."""
     context_price = 0.0
-    """Tokens that the engine generates in the time in which a row attends to one more token of its context."""
+    """Number of tokens that the engine generates in the time in which a row attends to one more token of its context."""
     mean_price = 0.0
-    """Tokens that the engine generates in the time of one more row of a request whose context has the mean length."""
+    """Number of tokens that the engine generates in the time that one more row takes, if its context has the mean length."""
     is_dormant = False
-    """Whether the model follows no new requests. It cannot draft for such a request later, because for that it must have read
-    the request from its beginning."""
+    """Whether the drafter with weights ignores new requests. It can never draft for a request that it has ignored at first,
+    because it can only draft for requests that it has read from the beginning."""
 
     @abstractmethod
     def num_drafts(self, num_requests: int, most: int) -> int:
-        """Returns how many draft tokens the next step of `num_requests` requests verifies, between 0 and `most`."""
+        """Returns how many draft tokens the next engine step of `num_requests` requests verifies, between 0 and `most`."""
 
     @abstractmethod
     def plan(self, num_requests: int, num_followed: int) -> int:
-        """Returns the depth for the next step, or 0 if the model only reads.
+        """Returns the drafting depth for the next engine step, or 0 if the drafter with weights should only read.
 
-        It follows `num_followed` of the `num_requests` requests.
+        The step has `num_requests` requests, and the drafter with weights follows `num_followed` of them.
         """
 
     def observe(self, spread: Spread) -> None:  # noqa: B027
-        """Learns from the histogram of the latest proposals."""
+        """Learns from the survival histogram of the latest drafts."""
 
     def requests_arrived(self, num_new: int, num_read: int = 0) -> None:  # noqa: B027
-        """Notes `num_new` new requests, of which the engine reads `num_read` tokens in this step.
+        """Notes `num_new` new requests, of which the engine reads `num_read` tokens in total in this engine step.
 
-        Unless the model is dormant afterwards, it follows these requests from their first token on, so it has to read these
-        tokens too.
+        Unless this call makes the drafter with weights dormant, that drafter follows the new requests and has to read the same
+        tokens.
         """
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
-        """Notes the end of a step. Returns whether a drafting pause follows, in which no drafter proposes."""
+        """Notes the end of an engine step. Returns whether a drafting pause follows, in which no drafter proposes."""
         return False
 
     def model_changed(self) -> None:  # noqa: B027
-        """Treats the model like a new one, because its weights or the tasks may have changed."""
+        """Forgets what was learned about the drafter with weights, because its weights or the tasks may have changed."""
 
 
 class FixedPolicy(SpeculationPolicy):
-    """Drafts up to `k` tokens of each request in every step, and verifies as many of them as were submitted a step before.
+    """Drafts up to `k` tokens of each request in every engine step, and verifies as many as were submitted a step before.
 
-    With a drafter that always finds `k` tokens this is vLLM's own fixed `num_speculative_tokens`. Other drafters find more
-    tokens in some steps than in others, and the host learns the number of submitted tokens one step late, because it does not
-    wait for the device. On a GPU, a step therefore verifies at most as many drafts as the step before had submitted, and it
-    takes the likeliest ones. So after a rise some drafts are not verified for one step, and after a fall some rows are
-    computed without a draft. On a CPU the number is never late. No sampled token depends on this number.
+    If every drafter always finds `k` tokens, this equals a fixed `num_speculative_tokens` of vLLM. But some drafters find more
+    tokens in some steps than in others. On a GPU the host does not wait for the device, so it learns only one step late how
+    many tokens were submitted. Therefore a step verifies at most as many drafts as the step before has submitted, and chooses
+    the likeliest ones. When more drafts are submitted than before, some are left out for one step. When fewer are submitted,
+    some rows are computed without a draft. On a CPU the host knows the number in time. The number never changes which tokens
+    are sampled.
     """
 
     def __init__(self, k: int, num_positions: int) -> None:
         self.most_drafts = max(0, min(k, num_positions))
         self._num_submitted = 0
-        """Number of submitted draft tokens in the latest histogram that has reached the host."""
+        """Number of submitted draft tokens by the latest survival histogram that has reached the host."""
 
     def observe(self, spread: Spread) -> None:
         self._num_submitted = int(spread.submitted_Q.sum())
@@ -119,35 +124,35 @@ class FixedPolicy(SpeculationPolicy):
 
 
 class LookClock:
-    """Saves a share of the engine's time for looks, which are tries of drafts that the decision would leave out.
+    """Saves a share of the engine's time to pay for looks, which are tries of drafts that would normally be left out.
 
-    Owns the seconds that were saved for looks and not spent yet, and the cost of the most expensive look that was asked for.
+    Owns the seconds that are saved and not yet spent, and the cost of the most expensive look that was asked for.
     """
 
     LEARNED: ClassVar = ("_saved_s", "_dearest_s")
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which it is if the saved seconds are not negative."""
+        """Returns whether fields that were loaded from a file are valid, which means that no seconds are negative."""
         return self._saved_s >= 0.0 and self._dearest_s >= 0.0
 
     def __init__(self, share: float) -> None:
-        """`share` is the share of the engine's time that is saved."""
+        """`share` is the share of the engine's time that is saved for looks."""
         self._share = share
         self._saved_s = 0.0
         self._dearest_s = np.inf
 
     def earn(self, seconds: float) -> None:
-        """Saves the clock's share of the `seconds` that a step took.
+        """Adds this clock's share of the `seconds` of an engine step to the savings.
 
-        The savings never exceed twice the cost of the most expensive look. Otherwise a long time without looks would later
-        pay for many of them in a row. Before the first look there is no such limit.
+        The savings are limited to twice the cost of the most expensive look. Otherwise a long time without looks would later
+        pay for many of them in a row. Before the first look there is no limit.
         """
         self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
 
     def pays(self, cost_s: float, keeps: bool = False) -> bool:
-        """Returns whether the savings pay for a look of `cost_s` seconds, and takes its cost from the savings if they do.
+        """Returns whether the savings pay for a look of `cost_s` seconds. If they do, its cost is subtracted from them.
 
-        With `keeps`, they pay only if enough is left afterwards for another look at the highest cost so far.
+        With `keeps`, the savings must also leave enough for another look at the highest cost so far.
         """
         self._dearest_s = max(self._dearest_s, cost_s) if np.isfinite(self._dearest_s) else cost_s
         is_paid = cost_s + keeps * self._dearest_s <= self._saved_s
@@ -156,14 +161,14 @@ class LookClock:
 
 
 class BeyondGraphs:
-    """Looks at steps with more rows than the largest CUDA graph, which might otherwise be avoided for a wrong reason.
+    """Makes looks at engine steps with more rows than the largest CUDA graph, which might otherwise be avoided without reason.
 
-    The time of such a step depends on the host. So before the first such step it can only be guessed, and after a stall in one
-    it may be predicted so long that none is tried again. Therefore looks are made while drafts fill the largest graph and more
-    drafts could be verified. In a look a few steps are decided as if the host took no time to launch them, and the step model
-    learns from these steps.
+    The host must launch the kernels of such a step, so the time of the step depends on the host. Before the first such step
+    this time is only a guess. After a stall of the host, the predicted time may be so long that no such step is ever tried
+    again. Therefore looks are made in steps whose drafts fill the largest graph, if more drafts could be verified. During a
+    look, a few steps are decided as if launches took no time, and the step model learns how long these steps really take.
 
-    Owns the clock that pays for such looks. The first look needs no payment, because before it all decisions rest on a guess.
+    Owns the clock that pays for such looks. The first look is free, because all decisions before it rest on a guess.
     """
 
     LEARNED: ClassVar = ("_clock", "_has_looked")
@@ -172,19 +177,20 @@ class BeyondGraphs:
         self._clock = LookClock(REST_SHARE)
         self._has_looked = False
         self._num_left = 0
-        """Number of steps that are left of the current look."""
+        """Number of engine steps that remain in the current try of steps beyond the CUDA graphs."""
         self._until_asked = 0
-        """Number of steps that must fill the largest graph before a look is considered again. To consider it costs the host
-        some time."""
+        """Number of engine steps that must fill the largest CUDA graph before the next look is considered. It is not
+        considered in every step, because that costs the host some time."""
 
     def earn(self, seconds: float) -> None:
-        """Saves a share of the `seconds` that a step took."""
+        """Saves a share of the `seconds` of an engine step for looks."""
         self._clock.earn(seconds)
 
     def seen_from(self, costs: StepCosts) -> StepCosts:
-        """Returns the costs with which the next step is decided. Without a look these are `costs`.
+        """Returns the costs with which the next engine step is to be decided.
 
-        During a look they leave out the time of launches, and the step is counted as one of the look.
+        During a look these are `costs` without the time of launches, and the step counts as one of the look. Otherwise they
+        are `costs` unchanged.
         """
         if self._num_left <= 0:
             return costs
@@ -192,9 +198,10 @@ class BeyondGraphs:
         return costs.with_graphs_of_any_size()
 
     def filled(self, steps: Steps, costs: StepCosts, weigh: Callable[[StepCosts], Steps]) -> None:
-        """Begins a look if one is due. It is called when the best `steps` by `costs` fill the largest graph.
+        """Begins a look at engine steps beyond the largest CUDA graph, if one is due.
 
-        `weigh` returns the best steps by other costs.
+        Call it when the best `steps` by `costs` fill the largest graph. `weigh` is a function that returns the best engine
+        steps by other costs.
         """
         self._until_asked -= 1
         if self._num_left > 0 or self._until_asked > 0 or costs.launch_s <= 0.0:
@@ -210,16 +217,16 @@ class BeyondGraphs:
 
 
 class AutoPolicy(SpeculationPolicy):
-    """Chooses what gives the most tokens per second, from measured seconds and the draft board's estimates.
+    """Chooses the drafts that give the most tokens per second, from measured seconds and the draft board's acceptance rates.
 
-    The drafter with weights (the model) either follows all new requests or is dormant. It becomes dormant in two cases. In the
-    first, its drafts will probably save less time until the running requests end than it takes to read their texts. In the
-    second, arriving requests will probably end before its drafts have saved the time of reading their prompts. A look wakes
-    the model as soon as `LookClock` can pay for that. The model then follows the requests that arrive, and drafts for some
-    steps.
+    The drafter with weights either follows all new requests or is dormant. It becomes dormant in two cases. In the first, it
+    will probably take more time to read the tokens of the running requests than its drafts save. In the second, new requests
+    will probably end before its drafts have saved the time of reading their prompts. While it is dormant, a share of the
+    engine's time is saved for looks (`LookClock`). When enough is saved, it follows the requests that arrive next, and drafts
+    for some engine steps.
 
-    Drafters without weights rest when their drafts save less time than it takes to propose them. Looks at these drafters, and
-    at steps beyond the CUDA graphs, work in the same way.
+    Drafters without weights rest when their drafts save less time than it takes to propose them. Other looks try these
+    drafters again, and engine steps beyond the CUDA graphs. Time is saved for them in the same way.
     """
 
     LEARNED: ClassVar = (
@@ -227,9 +234,9 @@ class AutoPolicy(SpeculationPolicy):
     )  # fmt: skip
 
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
-        """`margin` is the share by which a step with drafts must exceed the tokens per second of one without.
+        """`margin` is the share by which an engine step with drafts must exceed the tokens per second of one without.
 
-        A request has up to `num_positions` draft tokens, of which the model drafts at most `deepest`.
+        A request has up to `num_positions` draft tokens, of which a drafter with weights drafts at most `deepest`.
         """
         self.most_drafts = num_positions
         self._deepest = deepest
@@ -238,35 +245,39 @@ class AutoPolicy(SpeculationPolicy):
         self._sizes = BatchSizes()
         self._lives = RequestLives()
         self._won_s = np.inf
-        """Seconds that the model saves per step and request, by the latest judgement."""
+        """Seconds that the drafter with weights saves per engine step and request, by the latest estimate."""
         self._clock = LookClock(LOOK_SHARE)
         self._rest_clock = LookClock(REST_SHARE)
         self._beyond = BeyondGraphs()
         self._submitted_Q = np.zeros(1)
-        """Draft tokens that were submitted last, per request, by bin of survival."""
+        """Mean number of draft tokens per request that were submitted last, by bin of survival."""
         self._depth = 0
-        """Tokens that the model drafts for each request, or 0 if it only reads."""
+        """Number of tokens that the drafter with weights drafts for each request, or 0 if it only reads."""
         self._num_requests = 0
-        """Number of requests in the latest step."""
+        """Number of requests in the latest engine step."""
         self._num_new = 0
-        """Number of requests that have arrived since that step."""
+        """Number of requests that have arrived since the latest engine step."""
         self._to_look_at = ENOUGH
-        """Number of requests, summed over steps, for which the current look at the model still has to draft."""
+        """Number of requests, summed over engine steps, for which the drafter with weights must still draft in the current
+        look."""
         self._enough = ENOUGH
-        """Number of requests, summed over steps, from which the drafts must be known before the model may become dormant."""
+        """Number of requests, summed over engine steps, whose drafts must be known before the drafter with weights may become
+        dormant."""
         self._planned = 0
-        """Number of steps for which the planned depth still holds."""
+        """Number of engine steps for which the planned drafting depth still holds."""
         self._judged = 0
-        """Number of steps until the model is judged again."""
+        """Number of engine steps until it is judged again whether the drafter with weights should be dormant."""
         self._num_refused = 0.0
-        """Number of steps in a row in which drafters without weights saved less time than they took. It may be a fraction."""
+        """Number of engine steps in a row in which drafters without weights saved less time than they took. It may be a
+        fraction."""
         self._rests = False
         """Whether the drafters without weights rest."""
         self._has_changed = True
-        """Whether the batch size has another bit length than in the step before, or at least half of its requests are new."""
+        """Whether the batch has changed much since the engine step before. It has if the bit length of its size has changed,
+        or if at least half of its requests are new."""
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which it is if the current look will end."""
+        """Returns whether fields that were loaded from a file are valid, which means that the current look will end."""
         return self._to_look_at <= ENOUGH and 0 <= self._enough <= ENOUGH
 
     def observe(self, spread: Spread) -> None:
@@ -348,19 +359,20 @@ class AutoPolicy(SpeculationPolicy):
         return self._rests
 
     def _is_worth_a_look(self, num_requests: int) -> bool:
-        """Returns whether a look at drafters without weights is cheap enough to be made because the batch has changed.
+        """Returns whether a look at drafters without weights is cheap enough to be made whenever the batch changes.
 
-        With short requests it is not, because the batch then changes very often. Such a look has to wait for the clock.
+        If requests are short it is not, because then the batch changes very often. Such looks have to wait until `LookClock`
+        has saved enough time.
         """
         assert self.costs is not None
         look_s = PATIENCE * (self.costs.text_s + self.costs.verify_s)
         return look_s <= LOOK_SHARE * self._lives.life_steps * self.costs.plain_s(num_requests)
 
     def _refused(self, num_requests: int, num_drafts: int, steps: Steps) -> float:
-        """Returns `_num_refused` after this step. It rises by 1 if the step has no drafts.
+        """Returns the new value of `_num_refused` after an engine step.
 
-        Otherwise it falls by the time that the drafts save, in units of the time that it took to propose them, or rises by at
-        most 1 if they save none.
+        It rises by 1 if the step has no drafts. Otherwise it falls by the time that the drafts save, divided by the time that
+        it took to propose them. If the drafts cost time instead of saving it, it rises in the same way, but by at most 1.
         """
         assert self.costs is not None
         text_s = self.costs.text_s
@@ -380,7 +392,10 @@ class AutoPolicy(SpeculationPolicy):
         self._judged = 0
 
     def _planned_depth(self, num_requests: int, num_followed: int, has_changed: bool) -> int:
-        """Returns the depth for a model that follows requests. Decides from time to time whether the model becomes dormant."""
+        """Returns the drafting depth for a drafter with weights that follows requests.
+
+        Decides from time to time whether this drafter becomes dormant.
+        """
         if self.costs is None or self.costs.drafting is None:
             return self._deepest  # in order to measure how long that takes
         self._planned = self._planned - 1
@@ -398,12 +413,15 @@ class AutoPolicy(SpeculationPolicy):
         return depth
 
     def _best(self, num_requests: int, num_followed: int) -> Choice:
-        """Returns the best depth for a batch. The seconds of drafting must be known."""
+        """Returns the best drafting depth for a batch. `costs` must contain the seconds of drafting."""
         assert self.costs is not None
         return best_depth(self._forecast.counts(num_requests, num_followed), num_requests, self.costs, self._margin)
 
     def _judge(self, num_requests: int) -> None:
-        """Makes the model dormant if it will save no time until the requests end, provided that there is enough evidence."""
+        """Makes the drafter with weights dormant if it will save no time until the running requests end.
+
+        It stays awake while its drafts are known from too few requests.
+        """
         sizes = self._sizes.until_the_end(num_requests)
         won_s = sum(share * self._best(size, size).won_s for size, share in sizes)
         self._won_s = won_s / sum(share * size for size, share in sizes)
@@ -413,7 +431,7 @@ class AutoPolicy(SpeculationPolicy):
 def build_policy(config: BudgetConfig, num_positions: int, deepest: int | None = None) -> SpeculationPolicy:
     """Returns the speculation policy that `config.policy` names.
 
-    A request has up to `num_positions` draft tokens, of which a model drafts at most `deepest`.
+    A request has up to `num_positions` draft tokens, of which a drafter with weights drafts at most `deepest`.
     """
     deepest = num_positions if deepest is None else min(deepest, num_positions)
     if config.policy == "fixed":

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histograms of survival, with which the draft board tells the speculation policy how sure a step's draft tokens are.
+"""Histogram of survival, with which the draft board tells the speculation policy how sure an engine step's draft tokens are.
 
-Shapes: F depths of drafting from 0 to K, Q bins of survival between 0 and 1.
+The drafting depth of an engine step is the number of tokens that the drafter with weights drafts for each request.
+
+Shapes: F drafting depths from 0 to K, Q bins of survival between 0 and 1.
 """
 
 from typing import NamedTuple
@@ -10,23 +12,26 @@ import numpy as np
 
 
 class Spread(NamedTuple):
-    """Numbers of draft tokens by survival, summed over all requests of an engine step."""
+    """Numbers of draft tokens in each bin of survival, summed over all requests of an engine step."""
 
     tokens_FQ: np.ndarray
-    """For each depth, the draft tokens that would have been submitted if the drafter with weights had drafted that deep.
+    """For each drafting depth, the draft tokens that would have been submitted for verification if the drafter with weights
+    had drafted to this depth.
 
-    Beyond the depth to which it has drafted, the board foresees these tokens."""
+    For depths beyond its real one, the draft board assumes that the missing tokens are as likely to be accepted as the last
+    one that was drafted."""
     requests_F: np.ndarray
-    """For each depth, the number of requests for which these tokens are known, and not only foreseen."""
+    """For each drafting depth, the number of requests for which all tokens in `tokens_FQ` were really drafted, and none
+    assumed."""
     submitted_Q: np.ndarray
-    """Draft tokens that were submitted."""
+    """Draft tokens that were really submitted for verification."""
     num_requests: int
-    """Number of requests that could submit tokens."""
+    """Number of requests that could submit draft tokens."""
 
     @classmethod
     def of_table(cls, table: np.ndarray) -> "Spread":
-        """Splits the board's table `spread_FQ`, shape [F + 1, Q + 1], into its named parts.
+        """Splits the draft board's table `spread_FQ`, shape [F + 1, Q + 1], into its named parts.
 
-        The table's last row is about submitted tokens, and its last column counts requests (`drafters/board.py`).
+        The table's last row counts the submitted tokens, and its last column counts requests (`drafters/board.py`).
         """
         return cls(table[:-1, :-1], table[:-1, -1], table[-1, :-1], int(table[-1, -1]))

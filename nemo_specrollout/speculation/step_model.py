@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step model, which predicts the seconds of an engine step from measured ones.
+"""The step model, which predicts the seconds of an engine step from the seconds of earlier ones.
 
-In this file a step is an engine step, and the model that drafts is the drafter with weights.
+In this file a step is an engine step.
 
-There are three regressions. One is for steps with and without drafts, another one for drafting with weights, and a third one
-for steps with more rows than the largest CUDA graph. A step that fits into a graph is replayed, and takes the time that the
-GPU needs. In a larger step the host launches each kernel of each layer, and the step takes as long as the slower of host and
-GPU. That is why such steps have a regression of their own.
+There are three linear regressions. The first is for steps with and without drafts. The second is for drafting by a drafter
+with weights. The third is for steps with more rows than the largest CUDA graph. A step that fits into a graph is replayed, so
+it takes the time that the GPU needs. In a larger step the host launches each kernel of each layer, and the step takes as long
+as the slower of host and GPU. That is why such steps have a regression of their own.
 
-All three are Kalman filters, because contexts grow and machines slow down. A stall can make a step longer than necessary, but
-nothing can make it shorter. So only samples above the prediction are clipped.
+The regressions are Kalman filters, because contexts grow and machines slow down. A stall can make a step longer, but nothing
+can make it shorter than it has to be. So a measured time is clipped if it is far above the prediction, but not if it is below.
 
-A step also attends to the contexts of its requests. Some attention kernels read a request's context once for all of its rows,
-others once for each row, and the arithmetic of a row grows with its context in any case. So the regression has one term for
-the contexts of the requests and one for those of the draft rows, and learns what each of them costs.
+The attention of a step takes longer if its requests have longer contexts. Some attention kernels read the context of a request
+once for all of its rows, and others read it once for each row. In both cases the arithmetic of each row grows with its
+context. So the regression has one term for the contexts of the requests and one for the contexts of the draft rows, and learns
+how much time each of them takes.
 
 Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
 """
@@ -26,47 +27,49 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 NOISE = 0.1
-"""Standard deviation of a step's seconds, as a share of the prediction."""
+"""Standard deviation of an engine step's seconds, as a share of the predicted seconds."""
 COLD = 4.0
-"""Factor on the noise of the first step with a given number of rows, whose kernels and caches are cold."""
+"""Factor on the standard deviation of the first engine step with a given number of rows, whose kernels and caches are cold."""
 MEMORY = 64.0
-"""Number of steps from which a well-known coefficient is estimated."""
+"""Number of engine steps from which a well-known coefficient is estimated."""
 CLIP = 2.0
-"""Number of standard deviations by which a sample may exceed the prediction. What exceeds them is cut off."""
+"""Number of standard deviations by which measured seconds may exceed the prediction. Larger values are clipped."""
 NO_ROWS = np.zeros(0)
 _CONTEXTS = slice(-2, None)
-"""The last terms of a step, which are about contexts."""
+"""The last terms of a regression of steps, which are about contexts."""
 OPTIMISM = 0.25
-"""Share of a step's seconds that is assumed to grow with its rows before this was measured. If the guess is too low, steps of
-more rows are tried and correct it. If it were too high, they would never be tried."""
+"""Share of an engine step's seconds that is assumed to grow with its rows before anything was measured. The guess is low on
+purpose. If it is too low, steps with more rows are tried, and their seconds correct it. If it were too high, such steps might
+never be tried."""
 CONTEXT = 4096.0
-"""Unit of contexts in tokens. To attend to a context of this length may cost a row about as much as all else."""
+"""Number of tokens that is the unit of context lengths. With a context of this length, a row may spend about as much time on
+attention as on everything else."""
 
 
 class DraftCosts(NamedTuple):
-    """Seconds of drafting with weights.
+    """Seconds that a drafter with weights takes to draft.
 
-    The model first makes a pass over the tokens that it has not read yet, which also drafts the first token of each request.
-    Then it makes one pass for each further draft token of a request.
+    It drafts in several forward passes. The first one reads the tokens that it has not read yet, and drafts the first token of
+    each request. Each further pass drafts one more token of each request.
     """
 
     fixed_s: float = 0.0
-    """Seconds of the first pass without its rows."""
+    """Seconds of the first forward pass, apart from those that grow with the number of unread tokens."""
     row_s: float = 0.0
-    """Seconds for each unread token in the first pass."""
+    """Seconds that the first forward pass takes for each unread token."""
     pass_s: float = 0.0
-    """Seconds of each further pass."""
+    """Seconds of each forward pass after the first one. It drafts one more token of each request."""
     token_s: float = 0.0
-    """Seconds to sample one draft token of one request."""
+    """Seconds that the drafter takes to sample one draft token of one request."""
     unsampled_s: float = 0.0
-    """Seconds by which the first pass is shorter if it only reads and drafts nothing."""
+    """Seconds by which the first forward pass is shorter if it only reads and drafts nothing."""
     least_depth: int = 1
-    """The fewest tokens of a request that the model drafts if it drafts at all."""
+    """The smallest number of tokens that the drafter drafts for each request, if it drafts at all."""
 
     def seconds(self, num_requests: int, depth: int) -> float:
-        """Returns the seconds to draft `depth` tokens for each request after a step without drafts.
+        """Returns the seconds to draft `depth` tokens for each request after an engine step without drafts.
 
-        At depth 0 the model only reads.
+        With a `depth` of 0 the drafter only reads.
         """
         first_s = self.fixed_s + self.row_s * num_requests
         if depth == 0:
@@ -76,79 +79,83 @@ class DraftCosts(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Predicted seconds of steps whose requests have contexts of `context` tokens.
+    """Predicted seconds of engine steps whose requests have contexts of `context` tokens.
 
-    A step has a row for each request and for each draft token.
+    An engine step has one row for each request and one for each draft token.
     """
 
     seconds_R: np.ndarray
-    """Seconds of steps without drafters, by their number of rows from 0 on, without the time of reading contexts.
+    """Seconds of engine steps without drafters, by their number of rows from 0 on. The time for the contexts is not included.
 
-    A step of more rows never takes less. Steps with more rows than the array has are assumed to take no longer."""
+    The seconds never fall from one number of rows to the next. Steps with more rows than the array covers are assumed to take
+    as long as its last one."""
     graph_sizes: np.ndarray
-    """Row counts of the CUDA graphs, ascending. Empty without graphs."""
+    """Row counts of the CUDA graphs, ascending. The array is empty without graphs."""
     draft_row_s: float = 0.0
-    """Seconds by which a draft's row takes longer than a request's row. Negative if it takes less time."""
+    """Seconds by which the row of a draft takes longer than the row of a request, or a negative number if it is faster."""
     verify_s: float = 0.0
-    """Seconds by which a step takes longer if it verifies any drafts, however many."""
+    """Seconds that a step takes in addition if it verifies any drafts, whatever their number."""
     text_s: float = 0.0
-    """Seconds that the drafters without weights take to propose."""
+    """Seconds that the drafters without weights take to propose drafts."""
     drafting: DraftCosts | None = None
-    """Seconds of drafting with weights, or None while unknown."""
+    """Seconds that the drafter with weights takes, or None while they are unknown."""
     corners: np.ndarray = NO_ROWS
-    """Numbers of rows beyond the largest graph at which the cost of a further row changes."""
+    """Numbers of rows beyond the largest CUDA graph at which the time for one more row changes."""
     launch_s: float = 0.0
-    """Seconds by which the smallest step without a CUDA graph takes longer than the largest with one."""
+    """Seconds by which the smallest step without a CUDA graph takes longer than the largest step with one."""
     context_s: float = 0.0
-    """Seconds that a step takes for each token of each request's context, however many rows the request has."""
+    """Seconds that a step takes for each token of each request's context, independent of the number of the request's rows."""
     draft_context_s: float = 0.0
     """Seconds that each draft row takes in addition for each token of its request's context."""
     context: float = 0.0
-    """Mean context length of the requests in the predicted steps, in tokens."""
+    """Mean context length, in tokens, of the requests in the steps that are predicted."""
 
     def at(self, context: float) -> "StepCosts":
-        """Returns the costs of steps whose requests have a mean context length of `context` tokens."""
+        """Returns the same costs for engine steps whose requests have a mean context length of `context` tokens."""
         return self._replace(context=context)
 
     def plain_s(self, num_requests: int) -> float:
-        """Returns the seconds of a step without drafters."""
+        """Returns the seconds of an engine step of `num_requests` requests without drafters."""
         rows_s = float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
         return rows_s + num_requests * self.context * self.context_s
 
     def plain_steps_s(self, most_requests: int) -> np.ndarray:
-        """Returns the seconds of steps without drafters by their number of requests from 0 to at most `most_requests`."""
+        """Returns the seconds of engine steps without drafters, by their number of requests from 0 to `most_requests`.
+
+        The array ends earlier if fewer numbers of rows are known.
+        """
         seconds_R = self.seconds_R[: most_requests + 1]
         return seconds_R + np.arange(len(seconds_R)) * (self.context * self.context_s)
 
     def seconds(self, num_requests: int, drafts_N: np.ndarray) -> np.ndarray:
-        """Returns the seconds of steps with drafters that verify `drafts_N` draft tokens, float64 [N]."""
+        """Returns the seconds of engine steps with drafters that verify `drafts_N` draft tokens, float64 [N]."""
         rows_s_N = self.seconds_R.take(num_requests + drafts_N.astype(np.int64), mode="clip")
         rows_s_N += (drafts_N > 0) * self.verify_s + drafts_N * (self.draft_row_s + self.context * self.draft_context_s)
         others_s = self.text_s + num_requests * self.context * self.context_s
         return np.maximum(rows_s_N, self.seconds_R[min(num_requests, len(self.seconds_R) - 1)]) + others_s
 
     def most_drafts(self, num_requests: int) -> int:
-        """Returns the most drafts of a step of this many requests whose seconds are known."""
+        """Returns the largest number of drafts of an engine step of `num_requests` requests whose seconds are known."""
         return max(len(self.seconds_R) - 1 - num_requests, 0)
 
     @property
     def most_graph_rows(self) -> int:
-        """The rows of the largest CUDA graph, or 0 if there are no graphs or no step has more rows."""
+        """Number of rows of the largest CUDA graph, or 0 if there are no graphs or no engine step is larger."""
         largest = int(self.graph_sizes[-1]) if len(self.graph_sizes) else 0
         return largest if largest < len(self.seconds_R) - 1 else 0
 
     def with_graphs_of_any_size(self) -> "StepCosts":
-        """Returns the costs as if the host took no time to launch a step without a CUDA graph."""
+        """Returns what the costs would be if the host took no time to launch an engine step without a CUDA graph."""
         seconds_R = self.seconds_R.copy()
         seconds_R[self.most_graph_rows + 1 :] -= self.launch_s
         return self._replace(seconds_R=seconds_R, launch_s=0.0)
 
 
 def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
-    """Returns how many rows a step computes if it has 0, 1, ..., `most_rows` rows, float64 [R].
+    """Returns how many rows an engine step computes if it has 0, 1, ..., `most_rows` rows, float64 [R].
 
-    With CUDA graphs, a step is padded to the rows of the smallest graph that holds it. A step beyond the largest graph is not
-    padded.
+    With CUDA graphs, the rows of a step are padded to those of the smallest graph that is large enough. A step with more rows
+    than the largest graph is not padded.
     """
     rows_R = np.arange(most_rows + 1.0)
     if not len(graph_sizes):
@@ -157,30 +164,33 @@ def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
 
 
 class Regression:
-    """A linear model of seconds whose coefficients may drift, which a Kalman filter follows.
+    """A linear regression of seconds. A Kalman filter estimates its coefficients, which may drift.
 
-    Owns the coefficients, in seconds, and their covariance.
+    Owns the coefficients in seconds, and their covariance.
 
-    Before the first sample nothing is known about the speed of this machine, so the first sample scales the prior. If a later
-    sample takes less than a quarter of its prediction, the first one must have been a stall. The regression then starts over
-    with the later sample as its first one.
+    Before the first sample the speed of this machine is unknown, so the first sample scales the prior. If a later sample takes
+    less than a quarter of its predicted time, the first one was probably a stall. Then the regression starts again, with the
+    later sample as its first.
     """
 
     LEARNED: ClassVar = ("is_known", "_scale_s", "coefficients_X", "covariance_XX")
 
     def __init__(self, mean_X: np.ndarray, deviation_X: np.ndarray) -> None:
-        """The arguments are the coefficients' prior means and standard deviations, in a unit that the first sample sets."""
+        """Sets the prior means and standard deviations of the coefficients, in a unit that the first sample will set."""
         self._mean_X = mean_X
         self._prior_XX = np.diag(deviation_X**2)
         self.is_known = False
-        """Whether there was a sample."""
+        """Whether the regression has seen a sample."""
         self._scale_s = 0.0
-        """Unit of the prior in seconds, which is set by the first sample."""
+        """Unit of the prior in seconds, which the first sample sets."""
         self.coefficients_X = mean_X
         self.covariance_XX = self._prior_XX
 
     def observe(self, terms_X: np.ndarray, seconds: float, noise: float = NOISE) -> None:
-        """Learns from a step with these terms. `noise` is the standard deviation of its `seconds`, as a share of them."""
+        """Learns from the `seconds` of a step with these terms.
+
+        `noise` is the standard deviation of such samples, as a share of the prediction.
+        """
         expected_s = float(terms_X @ self.coefficients_X)
         if not self.is_known or 4.0 * seconds < expected_s:
             self.is_known = True
@@ -196,7 +206,10 @@ class Regression:
         self.covariance_XX = left_XX + (NOISE / MEMORY) ** 2 * (self._prior_XX - left_XX)
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with a positive unit and a covariance that samples can have produced."""
+        """Returns whether fields that were loaded from a file are valid.
+
+        Then the unit is positive, and samples can have reduced the prior covariance to this one.
+        """
         covariance_XX = self.covariance_XX
         if self.is_known and not self._scale_s >= 1e-9:
             return False
@@ -206,17 +219,18 @@ class Regression:
         return shrank and is_symmetric and bool((np.linalg.eigvalsh(covariance_XX) >= -slack).all())
 
     def fade(self) -> None:
-        """Makes coefficients of an earlier start as uncertain as if they rested on few steps.
+        """Makes coefficients that an earlier start of the run has learned as uncertain as if they came from few engine steps.
 
-        Their standard deviation is then at least a share `NOISE` of the prior's, so that a few steps correct them if the
+        Their standard deviation is then at least the share `NOISE` of the prior's. So a few steps can correct them if the
         machine has become faster or slower.
         """
         self.covariance_XX = self.covariance_XX + NOISE**2 * (self._prior_XX - self.covariance_XX)
 
     def with_none_negative(self, terms: slice) -> np.ndarray:
-        """Returns the most likely coefficients under the condition that those of `terms` are not negative.
+        """Returns the most likely coefficients under the condition that those in the slice `terms` are not negative.
 
-        A negative one is set to 0, and the others move as the covariance says, so that together they still explain the data.
+        It sets negative ones to 0 and changes the others by what the covariance predicts, so that all of them together still
+        fit the samples.
         """
         x = self.coefficients_X
         covariance_XX = self.covariance_XX
@@ -229,19 +243,20 @@ class Regression:
 
 
 class StepModel:
-    """Learns the seconds of steps and of drafting.
+    """Learns how many seconds engine steps and drafting take.
 
-    Owns three regressions, of steps that CUDA graphs hold, of larger steps, and of drafting with weights.
+    Owns three regressions. They are for steps that fit into a CUDA graph, for larger steps, and for a drafter with weights.
     """
 
     LEARNED: ClassVar = ("_steps", "_launched", "_drafting", "_unit", "_unit_drafting")
-    """Fields that a later start begins with. The step sizes that were seen are not among them, because kernels and caches are
-    cold again in each process."""
+    """Fields that a later start of the run takes over. The step sizes that were seen are not among them, because kernels and
+    caches are cold again in each process."""
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
-        """`max_rows` is the most rows of a step, and `graph_sizes` are the row counts of the CUDA graphs.
+        """`max_rows` is the largest number of rows of an engine step. `graph_sizes` are the row counts of the CUDA graphs.
 
-        `least_depth` is the fewest tokens of a request that the model drafts if it drafts at all.
+        `least_depth` is the smallest number of tokens that a drafter with weights drafts for each request, if it drafts at
+        all.
         """
         max_rows = max(max_rows, 2)  # a slope needs two knots
         self._least_depth = least_depth
@@ -252,7 +267,8 @@ class StepModel:
         num_knots = len(self._knots_J)
         has_edge = len(self._graph_sizes) > 0 and self._graph_sizes[-1] < max_rows
         self._edge = int(self._graph_sizes[-1]) if has_edge else max_rows
-        """Rows of the largest CUDA graph, or the most rows of a step if there are no graphs or no step has more rows."""
+        """Number of rows of the largest CUDA graph, or `max_rows` if no step is larger than this graph or there are no
+        graphs."""
         self._corners = self._knots_J[self._knots_J > self._edge]
         # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work, contexts of requests and
         # of draft rows.
@@ -267,13 +283,17 @@ class StepModel:
         # Terms: 1, rows, further passes, sampled tokens, nothing sampled.
         self._drafting = Regression(np.array([0.4, 0.1, 0.4, 0.1, -0.05]), np.array([0.4, 0.1, 0.4, 0.1, 0.2]))
         self._unit = 1.0
-        """Rows of the first observed step, which are the unit of rows in the terms of steps."""
+        """Number of rows of the first observed step, which is the unit in which rows enter the regression of steps."""
         self._unit_drafting = 1.0
-        """Rows of the first observed drafting, which are the unit of rows in the terms of drafting."""
+        """Number of tokens read in the first observed drafting, which is the unit in which tokens enter the regression of
+        drafting."""
         self._sizes_seen: set[tuple[int, bool]] = set()
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which means units of at least one row and predictions that are finite."""
+        """Returns whether fields that were loaded from a file are valid.
+
+        Then the units are at least one row, and all predictions are finite.
+        """
         if min(self._unit, self._unit_drafting) < 1.0:
             return False
         costs = self.costs()
@@ -282,10 +302,11 @@ class StepModel:
     def observe(
         self, num_requests: int, num_rows: int, seconds: float, has_drafters: bool = True, context: float = 0.0
     ) -> None:
-        """Learns from the seconds of a step without prefill. They must not contain the time of a drafter with weights.
+        """Learns from the `seconds` of an engine step without prefill.
 
-        Rows beyond `num_requests` are drafts, whichever requests they belong to. `has_drafters` says whether drafters were at
-        work in the step, and `context` is the mean context length of its requests in tokens.
+        The time of a drafter with weights must not be included. The step has `num_rows` rows, of which those beyond
+        `num_requests` are drafts. `has_drafters` says whether drafters were at work in the step, and `context` is the mean
+        context length of its requests in tokens.
         """
         if not self._steps.is_known:
             self._unit = float(max(num_rows, 1))
@@ -305,7 +326,10 @@ class StepModel:
             self._launched.observe(self._launched_terms(num_rows), max(seconds - others_s, 1e-9), noise)
 
     def observe_drafting(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
-        """Learns from the seconds that a model took to read `num_rows` tokens and to draft `depth` tokens for each request."""
+        """Learns from the `seconds` in which a drafter with weights has drafted after an engine step.
+
+        In this time it has read `num_rows` tokens, and drafted `depth` tokens for each of `num_requests` requests.
+        """
         if not self._drafting.is_known:
             self._unit_drafting = float(max(num_rows, 1))
         rows = num_rows / self._unit_drafting
@@ -313,7 +337,7 @@ class StepModel:
         self._drafting.observe(np.array([1.0, rows, max(depth - 1, 0), tokens, depth == 0]), seconds)
 
     def costs(self) -> StepCosts | None:
-        """Returns the predicted seconds of all steps, or None before the first sample."""
+        """Returns the predicted seconds of engine steps with any number of rows, or None before the first sample."""
         if not self._steps.is_known:
             return None
         terms_JX = np.stack(list(map(partial(self._terms, 0, 0, False, 0.0), self._knots_J)))
@@ -327,14 +351,15 @@ class StepModel:
         return StepCosts(seconds_R, self._graph_sizes, *known, *contexts)
 
     def _surcharges(self, x: np.ndarray) -> tuple[float, float, float]:
-        """Returns `draft_row_s`, `verify_s` and `text_s` of `StepCosts` by these coefficients."""
+        """Returns `draft_row_s`, `verify_s` and `text_s` of `StepCosts`, computed from the coefficients `x`."""
         draft, verify, text = x[len(self._knots_J) : _CONTEXTS.start].tolist()
         return draft / self._unit, max(verify, 0.0), max(text, 0.0)
 
     def _add_launches(self, seconds_R: np.ndarray) -> float:
-        """Changes the part of `seconds_R` that is about steps beyond the largest graph. Returns `StepCosts.launch_s`.
+        """Adds the time of launches to the seconds of steps that are larger than the largest CUDA graph. Returns `launch_s`.
 
-        Before there was such a step, the time of the largest graph is added to what its rows take otherwise.
+        This overwrites the last part of `seconds_R`. If there was no such step yet, it is assumed that the launches take as
+        long as a step of the largest graph.
         """
         rows_R = np.arange(self._edge + 1, len(seconds_R))
         if not len(rows_R):
@@ -361,7 +386,10 @@ class StepModel:
     def _terms(
         self, num_requests: int, num_drafts: int, has_drafters: bool, context: float = 0.0, rows: float | None = None
     ) -> np.ndarray:
-        """Returns the terms of a step. Those of a change of slope are relative to its knot, so their prior has no unit."""
+        """Returns the terms of a step in the regression of steps.
+
+        The terms for changes of slope are relative to their knots, so that their priors have no unit.
+        """
         if rows is None:
             rows = float(self._padded_R[min(num_requests + num_drafts, len(self._padded_R) - 1)])
         inner_J = self._knots_J[1:-1]
@@ -370,16 +398,17 @@ class StepModel:
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
 
     def _launched_terms(self, num_rows: float) -> np.ndarray:
-        """Returns the terms of a step with more rows than the largest CUDA graph."""
+        """Returns the terms of a step in the regression of steps that are larger than the largest CUDA graph."""
         rows = min(num_rows, len(self._padded_R) - 1)
         inner_J = self._corners[:-1]
         return np.concatenate([(1.0, (rows - self._edge) / self._edge), np.maximum(rows - inner_J, 0.0) / inner_J])
 
 
 def is_due(num_steps: int, gap: int) -> bool:
-    """Returns whether a speculation policy gets new costs after `num_steps` steps.
+    """Returns whether a speculation policy gets new costs after `num_steps` engine steps.
 
-    It gets them every `gap` steps, and after 1, 2, 4, 8, ... steps, because the first steps of an engine are the most
-    informative. Before the first costs the time of drafting is unknown, so a model drafts as deep as it can.
+    It gets them every `gap` steps, and also after 1, 2, 4, 8, ... steps, because the first steps of an engine are the most
+    informative. Until the first costs, the time of drafting is unknown, so a drafter with weights drafts as many tokens as it
+    can.
     """
     return num_steps % gap == 0 or num_steps & (num_steps - 1) == 0

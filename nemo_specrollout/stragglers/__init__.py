@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tail of a rollout, in which some requests move to other engines and several engines race for others."""
+"""The last part of a rollout, in which stragglers move to other engines, or several engines race for the same straggler."""

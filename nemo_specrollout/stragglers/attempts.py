@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attempts of engines to generate responses, and the part of each response that is known so far."""
+"""Attempts, which are the work of one engine on one request, and the part of each response that is known so far."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from nemo_specrollout.stragglers.turns import Request
 
 
 class AttemptOutcome(StrEnum):
-    """How one engine's attempt at a request ended."""
+    """How an attempt, which is the work of one engine on one request, has ended."""
 
     WON = "won"  # It completed the response.
     MOVED = "moved"  # The request went on with another engine.
@@ -26,39 +26,40 @@ class AttemptOutcome(StrEnum):
 
 @dataclass
 class Attempt:
-    """One engine's attempt at one request. Times come from `time.perf_counter`."""
+    """The work of one engine on one request. Times are those of `time.perf_counter`."""
 
     engine: int
     name: int
-    """Number by which orders and results refer to the attempt."""
+    """Number that identifies the attempt in the orders to its engine and in the engine's results."""
     position: int
-    """Number of the response's tokens that the engine has reported or was given."""
+    """Number of tokens of the response that the engine has reported or has been given."""
     start_s: float = 0.0
     first_token: int = 0
-    """Response tokens that were known when the attempt began."""
+    """Number of tokens of the response that were known when the attempt began."""
     end_s: float = 0.0
     outcome: AttemptOutcome | None = None
-    """None while the attempt is open."""
+    """How the attempt has ended, or None while it is open."""
 
 
 @dataclass
 class Response:
-    """A response as far as any engine has reported it, with its attempts.
+    """The tokens of a response that engines have reported so far, with the attempts of engines to generate it.
 
-    Invariant: the first engine to report a token decides it. An engine that reports another token at this position loses its
-    attempt. So the response up to each point is what a single engine would have generated, in whatever order engines report.
+    Invariant: the engine that reports a token first decides this token. An engine that reports another token at the same
+    position loses its attempt. So the known tokens are always those that a single engine would have generated, in whatever
+    order the engines report.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_spans: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of a policy version and the index of the first response token that it sampled, in order."""
+    """Pairs of a policy version and the index of the first response token that it sampled, in ascending order."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
-    """Open attempts by engine."""
+    """Open attempts, by the number of the engine."""
     ended: list[Attempt] = field(default_factory=list)
     finish_reason: str | None = None
-    """`stop` or `length`, or None until the response is complete."""
+    """`stop` or `length`, or None while the response is incomplete."""
 
     @property
     def rollout(self) -> Rollout:
@@ -68,8 +69,8 @@ class Response:
     def begin_again(self) -> None:
         """Lets the response begin again under new weights. Its tokens so far become the request's text made ahead.
 
-        If an older such text or a branch of it agrees with these tokens and is longer, its rest follows them (`begun_again`).
-        Open attempts then generate the response from its beginning.
+        The request may already have a longer text made ahead, or a branch of one. If this text agrees with the tokens, the
+        rest of it is put behind them (`begun_again`). Open attempts then generate the response from its beginning.
         """
         assert isinstance(self.request, RolloutRequest)
         ahead, branches = begun_again(self.tokens, self.request.ahead, self.request.branches)
@@ -81,7 +82,7 @@ class Response:
             attempt.position = 0
 
     def open(self, engine: int, name: int) -> None:
-        """Opens an attempt, which starts after the known part of the response."""
+        """Opens an attempt of `engine`, which continues the response after its known tokens."""
         num_known = len(self.tokens)
         self.attempts[engine] = Attempt(engine, name, num_known, time.perf_counter(), num_known)
 
@@ -93,9 +94,10 @@ class Response:
         return attempt.name
 
     def begin(self, engine: int) -> Request:
-        """Returns the request to send to the engine, with the part of the response that is known now as its prefix.
+        """Returns the request to send to the engine, with the tokens that are known now as its prefix.
 
-        More may be known than when the attempt was opened, because another engine may have continued in the meantime.
+        These may be more than when the attempt was opened, because another engine may have continued the response in the
+        meantime.
         """
         self.attempts[engine].position = len(self.tokens)
         return replace(self.request, prefix_token_ids=tuple(self.tokens))
@@ -103,9 +105,11 @@ class Response:
     def extend(
         self, engine: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
     ) -> bool:
-        """Adds new tokens of the engine's attempt. Returns whether they agree with the known part, and adds nothing if not.
+        """Adds new tokens of the engine's attempt.
 
-        An attempt that ends before the end of the known part does not agree with it either.
+        Returns whether they agree with the known tokens, and adds nothing if they do not.
+
+        They do not agree either if the engine has ended the response before the last known token.
         """
         attempt = self.attempts[engine]
         start = attempt.position
@@ -126,7 +130,8 @@ class Response:
 def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
     """Returns `moves`, `races`, `won_by_racer` and `diverged`, the metrics `tail.*` of docs/reference/metrics.md.
 
-    `ended` has the attempts of each request that has ended. An attempt is a pair of its outcome and its start in seconds.
+    `ended` has a sequence for each request that has ended. Its items are the attempts of engines at this request, each as a
+    pair of the outcome and the start in seconds.
     """
     outcomes = Counter[str]()
     num_races = 0
@@ -143,7 +148,7 @@ def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals. They are (start, end), and none starts before 0."""
+    """Returns the total time that is covered by at least one of the intervals (start, end). No interval may start before 0."""
     total = reached = 0.0
     for start, end in sorted(intervals):
         total += max(end - max(start, reached), 0.0)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rolls requests out over several engines. It collects tokens, moves and races stragglers, and survives engines' deaths.
+"""The coordinator, which deals out requests to several engines, and moves and races stragglers among them.
+
+It also collects the tokens of the engines, and gives the requests of an engine that has died to the others.
 
 Shapes: R running requests, A attempts, E engines, as in `stragglers/decisions/straggler_policy.py`.
 """
@@ -21,23 +23,26 @@ from nemo_specrollout.stragglers.estimates import DecodeSpeeds, IdleLooks, Savin
 from nemo_specrollout.stragglers.turns import EngineFleet, Request, Starts, TurnOrders, TurnResult
 
 _NAMES = itertools.count()
-"""Names of attempts. All coordinators share them, because an engine may still report attempts of an earlier coordinator."""
+"""Source of the numbers that identify attempts. All coordinators of the process share it, because an engine may still report
+an attempt that an earlier coordinator has ordered."""
 TURN_SHARE = 0.05
-"""Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
+"""Length of a turn, as a share of the time since the requests began. Short turns cost overhead, and long ones delay
+decisions."""
 SHORTEST_TURN_S = 0.05
 LONGEST_TURN_S = 0.5
 MAX_AHEAD = 2
-"""Most turns that an engine has queued. With two it can begin one while the result of the previous one is read."""
+"""Largest number of turns that are queued for an engine. With two, the engine can begin the next turn while the coordinator
+still reads the result of the last one."""
 
 
 @dataclass
 class _Assignments:
-    """One engine's open attempts, and the changes that its next orders must contain."""
+    """The open attempts of one engine, and the changes that the engine must still be told of."""
 
     attempts: dict[int, int] = field(default_factory=dict)
-    """Request of each open attempt, by the attempt's name."""
+    """For each open attempt, by its name, the key of its request."""
     starts: dict[int, None] = field(default_factory=dict)
-    """Names of the open attempts of which the engine was not told yet, as an ordered set."""
+    """Names of the open attempts that the engine was not told to start yet, as an ordered set."""
     stops: list[int] = field(default_factory=list)
     """Names of the closed attempts that the engine was not told to stop yet."""
 
@@ -45,15 +50,15 @@ class _Assignments:
 class Coordinator:
     """Rolls requests out over several engines, and moves and races stragglers among them.
 
-    Owns the responses, their attempts, and the turn orders that are still to be sent. Engines, speed table and length
-    estimates belong to the caller.
+    Owns the responses, the attempts at them, and the changes that engines must still be told of. An attempt is the work of one
+    engine on one request. The engines, the decode-speed table and the length estimates belong to the caller.
 
-    The life of a request begins with `add`. The request waits while no engine has it, runs while one has it, and is raced
-    while several have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or
-    `abandon` drops it.
+    A request begins with `add`. It waits if no engine has it, runs if one engine has it, and is raced if several have it. It
+    ends when one attempt completes the response. The coordinator forgets it in `take`, which returns the response, or in
+    `abandon`.
 
     Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and a request that has
-    ended has no open attempt. Closing an attempt removes it from both at once, so what its engine still reports is ignored.
+    ended has no open attempt. Closing an attempt removes it from both at once, so later reports about it are ignored.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Coordinator:
         self.policy = policy
         self.lengths = lengths
         self.responses: dict[int, Response] = {}
-        """The known part of each response that was not taken yet, by the key of its request."""
+        """For each request that was not taken yet, by its key, the known part of its response."""
         self._active: dict[int, None] = {}
         self._ended: list[int] = []
         self._assigned = [_Assignments() for _ in engines.methods]
@@ -77,14 +82,14 @@ class Coordinator:
     # The life of requests
 
     def add(self, requests: Sequence[Request], engine: int) -> list[int]:
-        """Starts requests on `engine`, which must be alive. Returns a key for each, by which later calls name it."""
+        """Starts requests on `engine`, which must be alive. Returns a key for each request, by which later calls name it."""
         keys = self._begin(requests)
         for key in keys:
             self._start(key, engine)
         return keys
 
     def _begin(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
-        """Registers requests, which then wait for an engine, and returns their keys."""
+        """Registers requests and returns a key for each. The requests wait until an attempt at them is started."""
         if not self._active:
             self._begin_afresh()
         elif self._savings.before is not None:
@@ -97,7 +102,7 @@ class Coordinator:
         return keys
 
     def advance(self) -> list[int]:
-        """Sends orders, reads results, and consults the tail policy.
+        """Sends orders to engines, reads their results, and lets the tail policy decide about moves and races.
 
         Returns the keys of the requests that have ended since the last call.
         """
@@ -119,8 +124,8 @@ class Coordinator:
     def take(self, keys: Sequence[int]) -> tuple[list[Response], float | None]:
         """Returns the responses of requests that have ended, and forgets these requests.
 
-        The second value is the estimated number of seconds that moves and races saved. It is None if nothing moved or raced,
-        if it cannot be estimated, or if `keys` are not all the requests that ran together.
+        The second value is the estimated number of seconds that moves and races have saved. It is None if nothing moved or
+        raced, or if the savings cannot be estimated. It is also None if `keys` are not all the requests that ran together.
         """
         is_all = len(keys) == self._num_requests - self._first_key
         if not is_all:
@@ -129,9 +134,9 @@ class Coordinator:
         return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """Stops and forgets those of the requests `keys` that are running. By default these are all running requests.
+        """Stops and forgets all running requests, or only those among the requests `keys`.
 
-        A request that has ended stays until `take`. After a call without `keys`, `advance` does not report it any more.
+        A request that has ended stays until `take`. But after a call without `keys`, `advance` no longer reports it.
         """
         if keys is None:
             self._ended = []
@@ -143,9 +148,9 @@ class Coordinator:
         self._send_stops()
 
     def take_idle_figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.early_worth` and `tail.declined` since the last call.
+        """Returns the metrics `tail.early_worth` and `tail.declined` for the time since the last call.
 
-        Returns nothing if no engine had early work, which is work on texts of coming steps.
+        Returns nothing if no engine could decode requests of coming steps in this time.
         """
         figures = self._idle.figures()
         self._idle = IdleLooks()
@@ -156,15 +161,16 @@ class Coordinator:
         return bool(self._active)
 
     def request_of(self, engine: int, name: int) -> int | None:
-        """Returns the key of the request of an engine's attempt, or None if the engine has no open attempt of this name."""
+        """Returns the key of the request of an engine's attempt, or None if the engine has no open attempt with this name."""
         return self._assigned[engine].attempts.get(name)
 
     # New weights
 
     def decide_races(self) -> None:
-        """Ends every race. The racer that has made the most tokens keeps the request.
+        """Ends every race, so that only the racer with the most tokens keeps the request.
 
-        Call it before new weights, because racers that get them at different tokens would generate different responses.
+        Call it before the engines get new weights. Racers get the weights at different tokens, so they would generate
+        different responses.
         """
         self._savings.is_unknown = True
         for key in self._active:
@@ -176,8 +182,8 @@ class Coordinator:
     def begin_again(self) -> None:
         """Makes all running requests begin again, with the tokens that they have so far as drafts.
 
-        Engines must do the same when they get the new weights. The results of all turns that are under way are read first,
-        because their tokens are from the old weights. No request may be raced.
+        The engines must do the same when they get the new weights. This method first waits for the results of all turns that
+        are under way, because their tokens come from the old weights. No request may be raced at this time.
         """
         while any(map(self.engines.num_turns, range(len(self._assigned)))):
             self._read_results()
@@ -185,16 +191,19 @@ class Coordinator:
             self.responses[key].begin_again()
 
     def resume(self) -> None:
-        """Ends an interruption by new weights.
+        """Continues after an interruption by new weights.
 
-        Nothing is learned about speeds from the next turn of each engine, because the engine may have stood still in it.
+        No speeds are learned from the next turn of each engine, because the engine may have stood still during a part of it.
         """
         self._stood_still = set(range(len(self._assigned)))
 
     # Attempts
 
     def _start(self, key: int, engine: int) -> None:
-        """Opens an attempt. At which token it begins is decided later, when the engine is told of it (`begin_now`)."""
+        """Opens an attempt of `engine` at a request.
+
+        The engine will continue the response after the tokens that are known when it is told to start (`begin_now`).
+        """
         name = next(_NAMES)
         assigned = self._assigned[engine]
         self.responses[key].open(engine, name)
@@ -202,7 +211,7 @@ class Coordinator:
         assigned.starts[name] = None
 
     def _stop(self, key: int, engine: int, outcome: AttemptOutcome) -> None:
-        """Closes an attempt on which its engine may still work."""
+        """Closes an attempt, and tells its engine to stop it unless the engine was never told to start it."""
         name = self._close(key, engine, outcome)
         assigned = self._assigned[engine]
         if name in assigned.starts:
@@ -218,7 +227,7 @@ class Coordinator:
     # Turns
 
     def send_turns(self) -> None:
-        """Sends turns to every engine that has attempts to work on or to stop, until `MAX_AHEAD` turns are queued there."""
+        """Sends turns to every engine that has attempts to work on or to stop, until `MAX_AHEAD` turns are queued for it."""
         for engine, assigned in enumerate(self._assigned):
             while (
                 (assigned.attempts or assigned.stops)
@@ -229,9 +238,9 @@ class Coordinator:
                 assigned.stops = []
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
-        """Returns the attempts of which the engine was not told yet, or only those at the requests `keys`.
+        """Returns the attempts that the engine was not told to start yet, or only those among them at the requests `keys`.
 
-        They count as told from now on, so the caller must deliver them to the engine.
+        From now on they count as told, so the caller must pass them to the engine.
         """
         assigned = self._assigned[engine]
         wanted = None if keys is None else set(keys)
@@ -245,7 +254,10 @@ class Coordinator:
         return min(max(TURN_SHARE * (time.perf_counter() - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
 
     def _send_stops(self) -> None:
-        """Tells engines which attempts to stop. Each engine gets a turn of its own for this, behind those that are queued."""
+        """Tells engines which attempts to stop.
+
+        Each of these engines gets a turn for this, after those that are queued already.
+        """
         for engine, assigned in enumerate(self._assigned):
             if assigned.stops and self.engines.is_alive(engine):
                 self.engines.send(engine, TurnOrders(stops=tuple(assigned.stops)))
@@ -254,9 +266,9 @@ class Coordinator:
     # Results
 
     def _read_result(self, engine: int, result: TurnResult) -> None:
-        """Learns speeds from a turn and adds its tokens to the responses.
+        """Learns speeds from the result of a turn, and adds its tokens to the responses.
 
-        Closes the attempts that ended, and those whose tokens contradict the known part of the response.
+        Closes the attempts that have ended, and those whose tokens differ from the known tokens of the response.
         """
         self._savings.heard_s_E[engine] = time.perf_counter()
         attempts = self._assigned[engine].attempts
@@ -276,7 +288,10 @@ class Coordinator:
                 self._finish(key, engine)
 
     def _finish(self, key: int, winner: int) -> None:
-        """Ends a request whose response `winner` has completed. Stops the other racers, and notes the response's length."""
+        """Ends a request whose response `winner` has completed.
+
+        Stops the other racers, and learns the length of the response.
+        """
         response = self.responses[key]
         self._close(key, winner, AttemptOutcome.WON)
         for rival in list(response.attempts):
@@ -290,7 +305,7 @@ class Coordinator:
             self._saved_s = self._savings.saved_s(now_s, self.responses, self._speeds, self.engines.methods)
 
     def _lose(self, engine: int) -> None:
-        """Closes the attempts of an engine that has died, so that their requests wait for another engine."""
+        """Closes the attempts of an engine that has died. Requests that no other engine has then wait for another engine."""
         self._savings.is_unknown = True
         died_s = time.perf_counter()
         for key in list(self._assigned[engine].attempts.values()):
@@ -300,7 +315,7 @@ class Coordinator:
     # Decisions
 
     def _begin_afresh(self) -> None:
-        """Resets the clock and the estimate of savings. This is called only when no request is running."""
+        """Resets the clock and the estimate of savings. It is called only while no request is running."""
         self._busy_since_s = time.perf_counter()
         self._next_look_s = 0.0
         self._first_key = self._num_requests
@@ -308,9 +323,9 @@ class Coordinator:
         self._saved_s = None
 
     def _consult_policy(self) -> None:
-        """Starts, moves and races requests as the tail policy says.
+        """Starts, moves and races requests as the tail policy decides.
 
-        The policy is asked about once a turn, and at once if a request waits for an engine.
+        The tail policy is asked about once in each turn, and at once if a request waits for an engine.
         """
         if self._active and (self._waiting() or time.perf_counter() >= self._next_look_s):
             keys = list(self._active)
@@ -338,7 +353,7 @@ class Coordinator:
         return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R, known_R)
 
     def _observe(self, keys: list[int]) -> TailObservation:
-        """Returns what the tail policy needs to know. It numbers the requests by their index in `keys`."""
+        """Returns what the tail policy needs to know. In it, the number of a request is its index in `keys`."""
         under_way = [self.responses[key] for key in keys]
         attempts_A = [
             (i, e, len(r.tokens) - a.position) for i, r in enumerate(under_way) for e, a in r.attempts.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a coordinator estimates, which are decode speeds, and the seconds that moves and races have saved.
+"""Estimates of a coordinator, which are decode speeds and the seconds that moves and races have saved.
 
 Shapes: K requests that made tokens in a turn, R running requests, M draft methods, E engines.
 """
@@ -19,9 +19,9 @@ from nemo_specrollout.stragglers.turns import TurnWork
 
 
 class DecodeSpeeds:
-    """Learns from turns how fast each draft method decodes, and how fast each request is relative to a typical one.
+    """Learns from turns how fast each draft method decodes, and how fast each request decodes compared with a typical one.
 
-    Owns the estimates of the running requests. The table of speeds belongs to the caller and outlives them.
+    Owns the estimates of the running requests. The decode-speed table belongs to the caller, and remains when requests end.
     """
 
     def __init__(self, table: DecodeSpeedTable) -> None:
@@ -31,7 +31,7 @@ class DecodeSpeeds:
         self._tasks: dict[int, str] = {}
 
     def begin(self, keys: Sequence[int], task: str) -> None:
-        """Adds requests of one task. Their estimates start from the speeds that the table has for the task."""
+        """Adds requests of one task. Their estimates start from the speeds that the decode-speed table has for this task."""
         task_speed_M = np.array([self.table.task_speed(task, m) for m in range(len(self.table.methods))])
         self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
         self._tasks |= dict.fromkeys(keys, task)
@@ -42,10 +42,10 @@ class DecodeSpeeds:
             del self._tasks[key]
 
     def learn(self, method: int, work: TurnWork, num_made: Mapping[int, int], steady: Sequence[int]) -> None:
-        """Learns from a turn of an engine that drafts by `method`.
+        """Learns from a turn of an engine with the draft method `method`.
 
-        `num_made` is the number of new tokens by request. `steady` are the requests that decoded during the whole turn, and
-        only for these a speed of their own is learned.
+        `num_made` has the number of new tokens of each request. `steady` are the requests that were decoded during the whole
+        turn. The relative speed of a request is learned only for these.
         """
         if work.num_prefilled:
             self.table.observe_prefill(work.num_prefilled, work.prefill_s)
@@ -60,11 +60,11 @@ class DecodeSpeeds:
         self._speeds.observe(self._rows_of(steady), method, made_K, typical)
 
     def of(self, keys: Sequence[int]) -> np.ndarray:
-        """Returns the decode speed of each request under each method, relative to a typical request, float64 [R, M]."""
+        """Returns the decode speed of each request under each draft method, relative to a typical request, float64 [R, M]."""
         return self._speeds.speeds(self._rows_of(keys))
 
     def doubts(self, keys: Sequence[int]) -> np.ndarray:
-        """Returns the standard deviation of the logarithm of each speed that `of` returns, float64 [R, M]."""
+        """Returns the standard deviation of the logarithm of each relative decode speed that `of` returns, float64 [R, M]."""
         return self._speeds.doubts(self._rows_of(keys))
 
     def _rows_of(self, keys: Sequence[int]) -> np.ndarray:
@@ -72,22 +72,23 @@ class DecodeSpeeds:
 
 
 class Savings:
-    """Estimates how much later requests that started together would have ended if none of them had moved or been raced."""
+    """Estimates how much later a rollout would have ended if none of its requests had moved or been raced."""
 
     def __init__(self, num_engines: int, now_s: float) -> None:
         self.heard_s_E = np.full(num_engines, now_s)
         """Time of each engine's latest result, by `time.perf_counter`."""
         self.is_unknown = False
-        """Whether something happened that makes an estimate impossible, such as an engine's death or new weights."""
+        """Whether the savings cannot be estimated, for example because an engine has died or new weights have arrived."""
         self.keys: list[int] = []
-        """Requests that were running just before the first move or race."""
+        """Keys of the requests that were running just before the first move or race."""
         self.before: Assignment | None = None
-        """Which engine had each of `keys` at that time, or None before the first move or race."""
+        """Which engine had each of the requests `keys` just before the first move or race, or None if there was none yet."""
 
     def note(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
         """Notes which engine has which request, if `decision` is the first one that moves or races a request.
 
-        The decision names a request by its index in `keys`. A waiting request counts for the engine where it will start.
+        The decision names a request by its index in `keys`. A request that waits counts for the engine on which the decision
+        starts it.
         """
         engines = {key: list(responses[key].attempts) for key in keys}
         if self.before is not None or not any(engines[keys[request]] for request, _ in decision.starts):
@@ -101,9 +102,10 @@ class Savings:
     def saved_s(
         self, ended_s: float, responses: Mapping[int, Response], speeds: DecodeSpeeds, methods: Sequence[int]
     ) -> float | None:
-        """Returns by how many seconds later a rollout that ended at `ended_s` would have ended without moves and races.
+        """Returns how many seconds later a rollout that ended at `ended_s` would have ended without moves and races.
 
-        Returns None if there were none, or if the savings are unknown. `methods` is the draft method of each engine.
+        Returns None if there were no moves and races, or if the savings are unknown. `methods` has the draft method of each
+        engine.
         """
         if self.before is None or self.is_unknown:
             return None
@@ -114,16 +116,15 @@ class Savings:
 
 @dataclass
 class IdleLooks:
-    """Sums over those decisions of the tail policy at which an engine had early work, which is work for coming steps."""
+    """Sums over decisions of the tail policy. A decision counts only if some engine could decode requests of coming steps."""
 
     num_looks: int = 0
-    """Number of these decisions."""
+    """Number of decisions that count."""
     num_declined: int = 0
-    """Number of moves and races that these decisions would have made if engines had no early work."""
+    """Number of moves and races that the decisions would have made if no engine could decode requests of coming steps."""
     worth: float = 0.0
-    """Sum over these decisions of the seconds that an engine without requests saves later for each second of early work.
-
-    Each decision adds the mean of all engines."""
+    """Seconds that a second of decoding requests of coming steps saves later, in an engine that does nothing else. It is the
+    mean over the engines, summed over the decisions."""
 
     def note(self, idle: IdleTime, decision: TailDecision) -> None:
         if idle.has_worth:
@@ -132,7 +133,7 @@ class IdleLooks:
             self.worth += float(np.mean([idle.rate(engine, 0) for engine in range(len(idle.worth_E))]))
 
     def figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.early_worth` and `tail.declined`, or nothing if there were no such decisions."""
+        """Returns the metrics `tail.early_worth` and `tail.declined`, or nothing if no decisions were counted."""
         if not self.num_looks:
             return {}
         return {"early_worth": self.worth / self.num_looks, "declined": self.num_declined}

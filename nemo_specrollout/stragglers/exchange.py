@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange, through which NeMo-RL's engines share requests.
 
-An engine calls it to add requests, to hand in the result of a turn, and to fetch orders. The exchange has no loop of its own.
-Instead, each call also lets the coordinator handle all results that wait for it.
+An engine calls it to add requests, to hand in the result of a turn, and to fetch orders. The exchange runs no loop of its own.
+Instead, each of these calls also lets the coordinator read all results that have arrived.
 """
 
 import threading
@@ -23,32 +23,33 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.stragglers.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 
 POLL_S = 1.0
-"""Most seconds that a call of `exchange` waits for orders or answers. Then the engine calls again, which shows it is alive."""
+"""Longest time in seconds for which a call of `exchange` waits for orders or answers. After that the engine calls again, which
+shows that it is alive."""
 PAUSE_PATIENCE_S = 30.0
-"""Seconds for which a pause waits for the engines' turns before it reports which engines have not ended them."""
+"""Seconds for which `pause` waits until the engines end their turns. Then it returns the engines that still have some."""
 SILENCE_S = 300.0
-"""Seconds after its last call of `exchange` at which an engine that has turns is taken for dead."""
+"""An engine that has turns is taken for dead if it has not called `exchange` for this number of seconds."""
 
 
 @dataclass
 class _Member:
-    """An engine that has joined."""
+    """An engine that has joined the exchange."""
 
     orders: deque[TurnOrders] = field(default_factory=deque)
-    """Turn orders that it has not fetched."""
+    """Turn orders that the engine has not fetched."""
     num_turns: int = 0
-    """Number of turns that were sent to it and whose results are missing."""
+    """Number of turns that were sent to the engine and whose results have not arrived."""
     heard_s: float = field(default_factory=time.monotonic)
-    """Time of its latest call of `exchange`, by `time.monotonic`."""
+    """Time of the engine's latest call of `exchange`, by `time.monotonic`."""
     early_worth: EarlyWorth = NOTHING_EARLY
-    """Worth of its work for coming steps at that time."""
+    """How much time the engine could save by decoding requests of coming steps, as it said in its latest call."""
 
 
 class PollingFleet:
-    """The engines of a coordinator that cannot call them, so that they must ask for their orders.
+    """The engines of a coordinator that cannot call them. They fetch their orders themselves.
 
-    Owns the orders that no engine has fetched yet, and the results that the coordinator has not read yet. An engine hands in
-    one result for each turn. The coordinator uses this object as its `EngineFleet`.
+    Owns the orders that engines have not fetched yet, and the results that the coordinator has not read yet. An engine hands
+    in one result for each turn. To the coordinator this object is its `EngineFleet`.
     """
 
     def __init__(self, methods: Sequence[int]) -> None:
@@ -56,15 +57,19 @@ class PollingFleet:
         self.capacity = 0
         self.members: dict[int, _Member] = {}
         self.inbox: list[tuple[int, TurnResult | None]] = []
-        """Results that the coordinator has not read yet, each with its engine. None says that the engine has left."""
+        """Pairs of an engine and one of its results, which the coordinator has not read yet. None instead of a result says
+        that the engine has left."""
 
     def join(self, engine: int, capacity: int) -> None:
-        """Adds an engine that decodes `capacity` requests at a time. The fleet's capacity is its smallest engine's."""
+        """Adds an engine that decodes up to `capacity` requests at a time.
+
+        The capacity of the fleet is that of its smallest engine.
+        """
         self.capacity = min(capacity, self.capacity or capacity)
         self.members[engine] = _Member()
 
     def leave(self, engine: int) -> None:
-        """Removes an engine. The coordinator treats it like one that has died."""
+        """Removes an engine. The coordinator then treats it as dead."""
         if self.members.pop(engine, None) is not None:
             self.inbox.append((engine, None))
 
@@ -76,7 +81,7 @@ class PollingFleet:
         member.num_turns += 1
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Returns the results since the last call, without waiting."""
+        """Returns the results that have arrived since the last call, without waiting."""
         results = self.inbox
         self.inbox = []
         return results
@@ -92,11 +97,14 @@ class PollingFleet:
 
 
 class StragglerExchange:
-    """Owns the coordinator of a fleet of engines, and the metrics until they are taken. Several threads may call it.
+    """The object through which engines share requests. Several threads may call it.
 
-    For synchronous engines, a rollout starts with `begin`. Then each engine either joins with its shard or leaves. Those that
-    have joined call `exchange` until all requests have ended, and `end` ends the rollout. Asynchronous engines join once and
-    `add` requests at any time. `pause` is called before an update of their weights and `resume` after it.
+    Owns the coordinator of the engines, and the metrics until they are taken.
+
+    With synchronous engines, a rollout starts with `begin`. Then each engine either joins with its own requests or leaves. The
+    engines that have joined call `exchange` until all requests have ended. Finally `end` ends the rollout. Asynchronous
+    engines join once, and `add` requests at any time. `pause` is called before an update of their weights, and `resume` after
+    it.
 
     Invariant: after an error every call raises ExchangeFailed, so that each engine finishes its own requests alone.
     """
@@ -108,9 +116,9 @@ class StragglerExchange:
         max_new_tokens: int,
         ladder: SpeedTableFile | None = None,
     ) -> None:
-        """`methods` has the name of each engine's draft method, and `ladder` the decode speeds to start from, or None.
+        """`methods` has the name of each engine's draft method. No response may have more than `max_new_tokens` tokens.
 
-        No response has more than `max_new_tokens` tokens.
+        `ladder` has decode speeds to start from, or is None.
         """
         names = list(dict.fromkeys(methods))
         table = self._speeds = started_table(names, ladder)
@@ -118,13 +126,13 @@ class StragglerExchange:
         self._coordinator = Coordinator(self._fleet, FastestOfN(config, table), table, LengthEstimator(max_new_tokens))
         self._changed = threading.Condition()
         self._keys: dict[tuple[int, int], int] = {}
-        """The coordinator's key of each running request, by `ShardRequest.home`."""
+        """For each running request, by `ShardRequest.home`, its key in the coordinator."""
         self._answers: list[list[tuple[int, Rollout | None]]] = [[] for _ in methods]
-        """`ExchangeReply.answers` that each engine has not fetched yet."""
+        """For each engine, the `ExchangeReply.answers` that it has not fetched yet."""
         self._awaited: set[int] | None = None
-        """Engines that have not joined the rollout yet, or None where engines are asynchronous."""
+        """Engines that have not joined the rollout yet, or None if the engines are asynchronous."""
         self._ended: list[int] = []
-        """Keys of requests that have ended and were not yet taken from the coordinator."""
+        """Keys of requests that have ended and were not taken from the coordinator yet."""
         self._is_paused = False
         self._totals: dict[str, float] = {}
         self._failure: str | None = None
@@ -136,7 +144,7 @@ class StragglerExchange:
             self._begin_with(set(range(len(self._answers))))
 
     def end(self) -> None:
-        """Ends the rollout, complete or not. No engine waits for another one any longer."""
+        """Ends the rollout, whether it is complete or not, so that engines no longer wait for each other."""
         with self._guarded():
             self._begin_with(set())
 
@@ -152,7 +160,7 @@ class StragglerExchange:
     # What engines call
 
     def join(self, engine: int, capacity: int, requests: Sequence[ShardRequest] = ()) -> None:
-        """Adds an engine that decodes `capacity` requests at a time, with its shard of requests."""
+        """Adds an engine that decodes up to `capacity` requests at a time, together with its own requests."""
         with self._guarded():
             self._fleet.join(engine, capacity)
             if self._awaited is not None:
@@ -161,7 +169,10 @@ class StragglerExchange:
             self._advance()
 
     def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
-        """Adds requests. Returns the attempts that the engine starts at once, which are none while the exchange is paused."""
+        """Adds requests of an engine. Returns the attempts that the engine should start at once.
+
+        It returns none while the exchange is paused. Their requests start after `resume`.
+        """
         with self._guarded():
             self._member(engine)
             keys = self._add(engine, requests)
@@ -174,7 +185,10 @@ class StragglerExchange:
             self._forget([self._keys[engine, n] for n in numbers if (engine, n) in self._keys])
 
     def leave(self, engine: int) -> None:
-        """Removes an engine and drops its own requests. Others' requests that it was decoding continue in other engines."""
+        """Removes an engine and drops its own requests.
+
+        Requests of other engines that it was decoding continue in another engine.
+        """
         with self._guarded():
             if self._awaited is not None:
                 self._awaited.discard(engine)
@@ -185,10 +199,10 @@ class StragglerExchange:
     def exchange(
         self, engine: int, result: TurnResult | None = None, early_worth: EarlyWorth = NOTHING_EARLY
     ) -> ExchangeReply:
-        """Takes the result of an engine's turn, if it has one, and returns the engine's orders and answers.
+        """Takes the result of an engine's turn, if there is one, and returns the orders and answers for this engine.
 
-        While the engine has neither a turn to take nor an answer to get, the call waits for one, but at most for `POLL_S`.
-        `early_worth` is the current worth of the engine's work for coming steps (`IdleWork.worth`).
+        If the engine has no turn to work on and there is no answer for it, the call waits for either, but at most for `POLL_S`
+        seconds. `early_worth` is how much time the engine can save by decoding requests of coming steps (`IdleWork.worth`).
         """
         with self._guarded():
             member = self._member(engine)
@@ -210,12 +224,12 @@ class StragglerExchange:
     # What the driver calls
 
     def pause(self, patience_s: float = PAUSE_PATIENCE_S) -> tuple[int, ...]:
-        """Ends races and starts nothing until `resume`, because new weights are coming.
+        """Prepares for new weights. Ends all races, and sends no more turns until `resume`.
 
-        Waits at most `patience_s` seconds for the turns that the engines still have, and returns the engines that still have
-        some then. Such an engine may still decode requests with the old weights and their cached prefixes, even if others
-        have already ended these requests. So the weights must not change until a further call, which continues to wait,
-        returns no engine.
+        Waits at most `patience_s` seconds for the turns that engines still have, and returns the engines that still have some
+        then. Such an engine may still decode with the old weights and use prefixes that they have cached. This is so even if
+        other engines have already ended its requests. So the weights must not change while this list is not empty. Call this
+        method again to wait longer.
         """
         with self._guarded():
             self._coordinator.decide_races()
@@ -225,21 +239,24 @@ class StragglerExchange:
             return self._engines_with_turns()
 
     def resume(self) -> None:
-        """Ends the pause, so that requests start again. All engines must have the new weights."""
+        """Ends the pause, so that requests start again. All engines must have the new weights by then."""
         with self._guarded():
             self._is_paused = False
             self._advance()
             self._coordinator.resume()
 
     def take_figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.*` of requests that ended since the last call, without `saved_s` if it is not known."""
+        """Returns the metrics `tail.*` of the requests that have ended since the last call.
+
+        They contain no `saved_s` if the savings are not known.
+        """
         with self._guarded():
             totals = self._totals
             self._totals = {}
             return {**tail_counts(()), **totals, **self._coordinator.take_idle_figures()}
 
     def speed_table(self, device: str, policy: str) -> SpeedTableFile | None:
-        """Returns the current decode speeds for a later run to start from, or None if none was measured yet.
+        """Returns the current decode speeds for a later run to start from, or None if none were measured yet.
 
         `device` and `policy` describe the device and the policy with which the speeds were measured.
         """
@@ -250,7 +267,7 @@ class StragglerExchange:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Lets one call in at a time. After an error in one call, this call and all later ones raise ExchangeFailed."""
+        """Lets only one call in at a time. If a call fails, it and all later ones raise ExchangeFailed."""
         with self._changed:
             self._raise_failure()
             try:
@@ -270,7 +287,10 @@ class StragglerExchange:
             raise ExchangeFailed(self._failure)
 
     def _member(self, engine: int) -> _Member:
-        """Returns an engine that has joined. Raises ExchangeFailed if it has not, or after a failure."""
+        """Returns an engine that has joined.
+
+        Raises ExchangeFailed if this engine has not joined, or if the exchange has failed.
+        """
         self._raise_failure()
         if not self._fleet.is_alive(engine):
             raise ExchangeFailed(
@@ -292,9 +312,9 @@ class StragglerExchange:
         return keys
 
     def _refuse(self, engine: int, names: Sequence[int]) -> None:
-        """Answers and forgets the requests of the attempts `names`, which `engine` has refused.
+        """Forgets the requests of the attempts `names`, which `engine` has refused because the requests are invalid.
 
-        The answer None goes to the engine from which the request came.
+        The engines from which these requests came get None as the answer.
         """
         keys = [key for name in names if (key := self._coordinator.request_of(engine, name)) is not None]
         for asker, number in map(self._home, keys):
@@ -334,10 +354,10 @@ class StragglerExchange:
                 self._fleet.leave(engine)
 
     def _take_ended(self) -> None:
-        """Takes ended requests from the coordinator, and adds their metrics to the totals.
+        """Takes the requests that have ended from the coordinator, and adds their metrics to the totals.
 
         In a rollout of synchronous engines this is done once, with all requests together. Only then does the coordinator know
-        what moves and races saved.
+        how much time moves and races have saved.
         """
         if self._ended:
             responses, saved_s = self._coordinator.take(self._ended)

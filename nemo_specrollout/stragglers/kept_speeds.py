@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode speeds that a fleet of engines has measured, kept for the next start of the same kind."""
+"""Keeps the decode speeds that engines have measured in a file, for the next start of the run or of a similar one."""
 
 import hashlib
 import json
@@ -15,17 +15,21 @@ from nemo_specrollout.learned.state import LARGEST, Unfit
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, faded
 
 KIND = "speeds"
-"""Prefix of the names of the files."""
+"""Prefix of the names of the files that keep decode speeds."""
 
 
 class KeptSpeeds:
-    """Owns the file of the decode speeds of a fleet, and what was read from it.
+    """Owns the file that keeps the decode speeds of a run's engines, and what was read from it.
 
-    `begin` reads the file before the first rollout, unless the user has named a file of speeds. `keep` writes it after a step.
+    `begin` reads the file before the first rollout, unless the user has named another file of decode speeds. `keep` writes it
+    after a training step.
     """
 
     def __init__(self, block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> None:
-        """`model` is the policy's folder or name. `about` is what else speeds depend on, such as vLLM and the device."""
+        """`model` is the folder or the name of the policy.
+
+        `about` has everything else on which speeds depend, such as the device.
+        """
         learned = block.learned
         racing = block.fastest_of_n
         self._is_named = racing is not None and racing.ladder is not None
@@ -37,9 +41,9 @@ class KeptSpeeds:
         self._was_told = False
 
     def begin(self) -> SpeedTableFile | None:
-        """Returns the kept speeds to begin with, which count less than new measurements.
+        """Returns the decode speeds that an earlier start has kept, with less weight than new measurements will have.
 
-        Returns None if none were kept, if they are not valid, or if the user has named a file of speeds.
+        Returns None if none were kept, if they are not valid, or if the user has named another file of decode speeds.
         """
         if self._file is None or self._is_named:
             return None
@@ -56,9 +60,9 @@ class KeptSpeeds:
 
     @property
     def sentence(self) -> str | None:
-        """Sentence that tells the user with which speeds the fleet began.
+        """Sentence for the user about the decode speeds with which the run began.
 
-        It is None if this run keeps no speeds, or if no earlier start had kept any.
+        It is None if this run keeps no speeds, or if no earlier start has kept any.
         """
         found = self._found
         if not found.is_told:
@@ -68,35 +72,35 @@ class KeptSpeeds:
         return f"began with the decode speeds of {found.saved} after {found.num_steps:,} steps"
 
     def take_sentence(self) -> str | None:
-        """Returns `sentence` at the first call, and None later."""
+        """Returns `sentence` at the first call, and None at later calls, so that the user is told once."""
         was_told = self._was_told
         self._was_told = True
         return None if was_told else self.sentence
 
     def keep(self, table: SpeedTableFile | None) -> None:
-        """Keeps the speeds that are known at the end of a step, if there are any and it is time to write them again.
+        """Writes the decode speeds at the end of a training step, if it is time to write the file again.
 
-        Does not wait for the disk.
+        Does nothing if `table` is None. Does not wait for the disk.
         """
         self._num_steps += 1
         if self._file is not None and table is not None and self._file.is_due:
             self._file.keep(asdict(table), self._num_steps)
 
     def settle(self) -> None:
-        """Waits until what was kept is on disk."""
+        """Waits until the decode speeds that were kept are on disk."""
         if self._file is not None:
             self._file.settle()
 
     def take_alarms(self) -> list[str]:
-        """Returns what went wrong with the file since the last call."""
+        """Returns the problems with the file since the last call, as sentences for the user."""
         problem = None if self._file is None else self._file.take_problem()
         return [] if problem is None else [problem]
 
 
 def _checked(state: Any) -> SpeedTableFile:
-    """Returns the content of a kept file as a table of speeds.
+    """Returns the content of a kept file as a decode-speed table.
 
-    Raises ValueError if it is no such table, or has numbers that cannot have been measured.
+    Raises ValueError if the content has another format, or if it has numbers that nobody can have measured.
     """
     known = build(SpeedTableFile, state, "")
     numbers = [n for rung in known.rungs for n in (*rung.batches, *rung.tokens_per_s, *rung.weights_s)]
@@ -107,11 +111,10 @@ def _checked(state: Any) -> SpeedTableFile:
 
 
 def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the properties that two fleets must have in common so that one may begin with the other's speeds.
+    """Returns the properties that two runs must have in common so that one may begin with the decode speeds of the other.
 
-    The number of engines is not among them, because a run that resumes on more nodes has engines of the same speed. The
-    weights are not among them either, because training changes them in every step, and new measurements soon replace what was
-    read.
+    The number of engines is not among them, because engines are equally fast in a run that resumes on more nodes. The weights
+    are not among them either. They change in every training step, and new measurements soon replace the kept ones.
     """
     methods = [[asdict(drafter) for drafter in block.of_engine(engine).drafters] for engine in range(num_engines)]
     key = {
@@ -126,7 +129,7 @@ def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[
 
 
 def _digest(file: Path) -> str:
-    """Returns a digest of a model's configuration file, or "" if there is no such file, as for a name on the Hub."""
+    """Returns a digest of a model's configuration file, or "" if the file is not there, as for a model on the Hub."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
@@ -134,5 +137,5 @@ def _digest(file: Path) -> str:
 
 
 def with_kept(named: SpeedTableFile | None, kept: KeptSpeeds) -> SpeedTableFile | None:
-    """Returns the speeds to begin with, which are those of a file that the user has named, or else those that were kept."""
+    """Returns `named`, the decode speeds in a file that the user has named, or the kept ones if the user has named none."""
     return kept.begin() if named is None else named

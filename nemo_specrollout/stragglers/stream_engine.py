@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous engine that works in turns, and its part in an exchange with other engines.
+"""An asynchronous engine that reports in turns, and its part in an exchange with other engines.
 
-The engine decodes all the time by itself, so a turn is only the time until its next report.
+The engine decodes by itself all the time, so a turn is only the time until its next report.
 """
 
 import asyncio
@@ -30,28 +30,30 @@ from nemo_specrollout.stragglers.turns import ExchangeFailed, Starts, TurnOrders
 logger = logging.getLogger(__name__)
 
 MAX_EARLY_STOPS = 256
-"""Number of latest stops of unknown attempts that are remembered.
+"""Number of attempts that are remembered because the engine was told to stop them but did not have them.
 
-Most of these attempts have already ended. But a few have yet to start, because their stop has overtaken their start."""
+Most of these attempts have already ended. But a few have not started yet, because the order to stop them has overtaken the
+order to start them."""
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
-"""`AsyncLLM.generate`, which turns prompt, sampling parameters and request id into vLLM's outputs."""
+"""`AsyncLLM.generate`, which takes a prompt, sampling parameters and a request id, and yields vLLM's outputs."""
 Ask = Callable[..., Coroutine[Any, Any, Any]]
-"""A function that calls a method of `StragglerExchange` for this engine. It takes the method, and those of the method's
-arguments that follow the engine's number. It raises ExchangeFailed if the exchange is lost."""
+"""A function that calls a method of `StragglerExchange` in the name of one engine. Its arguments are the method, and the
+method's arguments without the engine's number. It raises ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
 class _Streamed:
-    """An attempt in the engine, with the tokens that were not reported yet."""
+    """A running attempt, which is the engine's work on one request, with the tokens that were not reported yet."""
 
     name: int
     request: ShardRequest
     began_s: float
     waits: bool
-    """Whether the engine was full when the attempt began. If so, its first token tells nothing about prefill."""
+    """Whether the engine was full when the attempt began. If so, the time until its first token does not measure the
+    prefill."""
     task: asyncio.Task[None] = field(init=False)
     first_s: float | None = None
-    """Time of the first token."""
+    """Time of the first token, by `time.perf_counter`."""
     ended_s: float | None = None
     finish_reason: str | None = None
     tokens: list[int] = field(default_factory=list)
@@ -59,9 +61,11 @@ class _Streamed:
 
 
 class StreamEngine:
-    """Reports in turns what an `AsyncLLM` generates. Owns the running attempts, which continue between turns.
+    """Reports in turns what vLLM's `AsyncLLM` generates. Owns the running attempts, which continue between turns.
 
-    Invariant: each token of an attempt is reported once and in order. Belongs to one event loop.
+    An attempt is the engine's work on one request. The object belongs to one event loop.
+
+    Invariant: each token of an attempt is reported once and in order.
     """
 
     def __init__(self, generate: Generate, capacity: int) -> None:
@@ -70,15 +74,16 @@ class StreamEngine:
         self._generate = generate
         self._attempts: dict[int, _Streamed] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks of stopped attempts that vLLM has not released yet."""
+        """Tasks of stopped attempts whose requests vLLM has not released yet."""
         self._num_requests = 0
         self._early_stops: deque[int] = deque(maxlen=MAX_EARLY_STOPS)
         self._reported_s = time.perf_counter()
 
     async def turn(self, orders: TurnOrders) -> TurnResult:
-        """Stops and starts attempts as ordered, and then waits until the turn's time is over or no attempt is left.
+        """Stops and starts attempts as ordered, and returns the report on the turn.
 
-        Raises the engine's errors. A request that vLLM refuses is no error, but is reported in `TurnResult.refused`.
+        The turn ends when its time is over or when no attempt is left. Raises the engine's errors. But if vLLM refuses a
+        request, this is reported in `TurnResult.refused`.
         """
         self._early_stops.extend(name for name in orders.stops if name not in self._attempts)
         await self._stop(orders.stops)
@@ -87,7 +92,7 @@ class StreamEngine:
         return self._result()
 
     def begin(self, starts: Starts) -> None:
-        """Begins attempts at once, except those that an earlier order has already stopped."""
+        """Begins attempts at once, except those that the engine was already told to stop."""
         for name, request in starts:
             assert isinstance(request, ShardRequest)
             if name in self._early_stops:
@@ -97,13 +102,13 @@ class StreamEngine:
             attempt.task = asyncio.create_task(self._consume(attempt))
 
     async def stop_all(self) -> None:
-        """Stops all attempts. None is left in vLLM afterwards, not even one that was being stopped before."""
+        """Stops all attempts, and waits until vLLM has released them and those that were stopped before."""
         await self._stop(list(self._attempts))
         if self._ending:
             await asyncio.wait(self._ending)
 
     async def _stop(self, names: Sequence[int]) -> None:
-        """Cancels attempts. vLLM aborts a request when its outputs are no longer consumed."""
+        """Cancels the tasks of attempts. vLLM aborts a request when its outputs are no longer consumed."""
         stopped = [self._attempts.pop(name) for name in names if name in self._attempts]
         for attempt in stopped:
             attempt.task.cancel()
@@ -127,7 +132,7 @@ class StreamEngine:
     async def _wait(self, seconds: float) -> None:
         """Waits for `seconds`, or until no attempt is left.
 
-        With few attempts (`FEW_ATTEMPTS`) it waits only until one of them ends.
+        If there are few attempts (`FEW_ATTEMPTS`), it waits only until one of them ends.
         """
         until = time.perf_counter() + seconds
         while (left_s := until - time.perf_counter()) > 0:
@@ -167,8 +172,8 @@ class StreamEngine:
 def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, now_s: float) -> TurnWork:
     """Returns the engine's work from `since_s` to `now_s`, which are times of `time.perf_counter`.
 
-    `decoding` are those of the `attempts` that had made their first token before. Decoding is measured by them alone, and
-    prefill by the attempts that have made their first token since.
+    `decoding` are those of the `attempts` that had their first token before `since_s`. Only they count for the speed of
+    decoding. Attempts that got their first token later count for the prefill.
     """
     request_s = [(now_s if a.ended_s is None else a.ended_s) - since_s for a in decoding]
     begun = [(a, a.first_s) for a in attempts if a.first_s is not None and a.first_s > since_s and not a.waits]
@@ -197,8 +202,8 @@ class StreamShard:
     ) -> None:
         """`stays` is the reason why every request must stay in this engine (`reason_to_stay`), or None if requests may move.
 
-        `early_worth` returns the worth of the engine's work for coming steps (`IdleWork.worth`). This shard does not ask for
-        that work, because an asynchronous engine does it by itself.
+        `early_worth` returns how much time the engine can save by decoding requests of coming steps (`IdleWork.worth`). This
+        object only passes the value on. An asynchronous engine decodes such requests by itself.
         """
         self._number = number
         self._stays = stays
@@ -210,12 +215,12 @@ class StreamShard:
         self._loop: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.failure: str | None = None
-        """Reason why the engine works alone, or None while it is connected."""
+        """Reason why the engine works alone, or None while it takes part in the exchange."""
 
     async def begin(self) -> None:
-        """Joins the exchange, unless requests must stay in this engine.
+        """Joins the exchange, unless all requests must stay in this engine.
 
-        An engine whose requests must stay could not continue those of others either.
+        Such an engine could not continue the requests of other engines either.
         """
         if self._stays is not None:
             await self._go_alone(ExchangeFailed(self._stays))
@@ -228,7 +233,10 @@ class StreamShard:
             self._loop = asyncio.create_task(self._take_turns())
 
     async def leave(self, reason: str) -> None:
-        """Leaves the exchange for good. Stops all attempts, and generates the engine's own requests from their beginning."""
+        """Leaves the exchange for good.
+
+        Stops all attempts, and generates the engine's own requests alone from their beginning.
+        """
         await self._go_alone(ExchangeFailed(reason))
         await self._engine.stop_all()  # a turn or an earlier failure may have begun to stop attempts
 
@@ -237,8 +245,8 @@ class StreamShard:
     ) -> AsyncIterator[Any]:
         """Replaces `AsyncLLM.generate`, but yields only the last output.
 
-        `native` calls vLLM's own method. It serves requests that cannot move, that an engine has refused, or that come after
-        the exchange was lost, and it yields all outputs.
+        `native` calls vLLM's own method, which yields all outputs. It is used for requests that cannot move, for requests that
+        an engine has refused, and for all requests after the exchange was lost.
         """
         rollout = None
         if self.failure is None and is_portable(prompt, params, self._stays):
@@ -252,7 +260,7 @@ class StreamShard:
             yield output
 
     async def _roll_out(self, request: ShardRequest) -> Rollout | None:
-        """Returns the response, or None if the exchange is lost or an engine refused the request."""
+        """Returns the response to a request, or None if the exchange is lost or an engine has refused the request."""
         number = request.home[1]
         self._waiting[number] = asyncio.get_running_loop().create_future()
         adding = asyncio.ensure_future(self._ask(StragglerExchange.add, [request]))

@@ -24,36 +24,39 @@ from nemo_specrollout.stragglers.turns import (
 )
 
 FEW_ATTEMPTS = 4
-"""If an engine has at most this many attempts, its turn ends as soon as one of them ends, because other engines may be racing
-for the same request and should soon know that they have lost."""
+"""If an engine has at most this number of attempts, its turn ends as soon as one of them ends. Other engines may be racing for
+the same request, and should soon know that they have lost."""
 FIRST_STEPS = 2
-"""Most engine steps that count as prefill. It takes two with asynchronous scheduling, where an engine reports the tokens of a
-step only when it ends the next one."""
+"""Largest number of engine steps that count as prefill. With asynchronous scheduling a prefill takes two, because the engine
+reports the tokens of an engine step only at the end of the next one."""
 SLICE_S = 0.05
-"""Seconds for which an engine without requests works for coming steps before it looks for the exchange's answer again."""
+"""An engine without requests of its own decodes requests of coming steps in slices of this number of seconds. After each slice
+it checks whether the exchange has answered."""
 
 LEAST_S = 1e-3
-"""If a slice of work for coming steps took fewer seconds, it had no engine step, so the work that is left cannot start now."""
+"""If a slice of decoding requests of coming steps was shorter than this number of seconds, it had no engine step. So the
+requests that are left cannot be decoded now."""
 
 
 class Answer(Protocol):
-    """The answer of the exchange to a pending call."""
+    """The pending answer to a call of the exchange."""
 
     def is_there(self) -> bool:
-        """Returns whether the answer has arrived, so that calling this object does not wait."""
+        """Returns whether the answer has arrived, so that calling this object returns at once."""
 
     def __call__(self) -> Any:
         """Waits for the answer and returns it. Raises ExchangeFailed if the exchange is lost."""
 
 
 Ask = Callable[..., Answer]
-"""A function that calls a method of `StragglerExchange` for this engine without waiting. It takes the method, and those of the
-method's arguments that follow the engine's number. It raises ExchangeFailed if the exchange is lost."""
+"""A function that calls a method of `StragglerExchange` in the name of one engine, without waiting for the answer. Its
+arguments are the method, and the method's arguments without the engine's number. It raises ExchangeFailed if the exchange is
+lost."""
 
 
 @dataclass
 class _Submitted:
-    """A running attempt in the engine, whose first `num_reported` tokens were reported."""
+    """A running attempt, which is the engine's work on one request. Its first `num_reported` tokens were reported."""
 
     name: int
     request: Request
@@ -69,13 +72,15 @@ def num_text_tokens(requests: Iterable[Request]) -> int:
 
 
 class TurnEngine:
-    """Carries out orders, steps an engine for a while, and reports what its attempts made. Owns the running attempts.
+    """Steps an engine through turns and reports the tokens of each turn. Owns the running attempts.
 
-    Invariant: each token of an attempt is reported once and in order. A turn's result holds all tokens made in the turn.
+    An attempt is the engine's work on one request. Orders say which attempts to start and to stop.
+
+    Invariant: each token of an attempt is reported once and in order. The result of a turn has all tokens of the turn.
     """
 
     def __init__(self, engine: HostedEngine, **sampling: Any) -> None:
-        """`sampling` overrides the config's sampling parameters."""
+        """`sampling` has values that replace sampling parameters of the config."""
         self.engine = engine
         self._sampling = sampling
         self.policy_version = 0
@@ -90,7 +95,7 @@ class TurnEngine:
         return bool(self._attempts)
 
     def turn(self, orders: TurnOrders) -> TurnResult:
-        """Stops and starts attempts as ordered, and then steps the engine.
+        """Stops and starts attempts as ordered, and then steps the engine. Returns the report on the turn.
 
         The turn ends when its time is over, when no attempt is left, or when one of few attempts ends (`FEW_ATTEMPTS`).
         """
@@ -117,9 +122,9 @@ class TurnEngine:
         self._abort([self._attempts.pop(name) for name in names if name in self._attempts])
 
     def _begin(self, starts: Starts) -> tuple[float, int, int]:
-        """Starts attempts and takes the engine steps of their prefill.
+        """Starts attempts and runs the engine steps of their prefill.
 
-        Returns the seconds of these steps, the number of steps, and the number of tokens whose prefill they have completed.
+        Returns the seconds of these engine steps, their number, and the number of tokens whose prefill they have completed.
         """
         if not starts:
             return 0.0, 0, 0
@@ -151,7 +156,7 @@ class TurnEngine:
     def _decode(self, until: float) -> tuple[float, float, int]:
         """Steps the engine until the time `until`.
 
-        Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of steps.
+        Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of engine steps.
         """
         decode_s, request_s, num_steps = 0.0, 0.0, 0
         now = time.perf_counter()
@@ -195,11 +200,12 @@ class TurnEngine:
 def roll_out_shard(
     stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest], idle: IdleWork | None = None
 ) -> list[Rollout]:
-    """Does an engine's part of a shared rollout, and returns the responses to its own `requests`, in their order.
+    """Rolls out an engine's share of a rollout with other engines.
 
-    The numbers of the requests in `ShardRequest.home` must be 0, 1, 2, .... The engine takes turns until no engine has
-    anything left to do. At most one call of the exchange is pending at a time. Until it returns, the engine takes a turn that
-    it already has, or works for coming steps (`idle`). Raises ExchangeFailed if the exchange is lost.
+    Returns the responses to its own `requests`, in their order. The numbers of the requests in `ShardRequest.home` must be 0,
+    1, 2, .... The engine takes turns until all requests of all engines have ended. At most one call of the exchange is pending
+    at a time. While the engine waits for its answer, it takes a turn that it already has, or decodes requests of coming steps
+    (`idle`). Raises ExchangeFailed if the exchange is lost.
     """
     engine = TurnEngine(stepped)
     rollouts = dict[int, Rollout]()
@@ -231,7 +237,7 @@ def roll_out_shard(
 
 
 def _work_until(answer: Answer, idle: IdleWork) -> None:
-    """Works for coming steps until the exchange's answer has arrived, or until nothing is left to do."""
+    """Decodes requests of coming steps until the exchange's answer has arrived, or until none can be decoded now."""
     has_more = True
     while has_more and not answer.is_there():
         started = time.perf_counter()

@@ -15,14 +15,17 @@ from nemo_specrollout.stragglers.turns import ExchangeFailed, IdleWork
 logger = logging.getLogger(__name__)
 
 _ABOUT_PROGRESS = {"use_tqdm"}
-"""Arguments of `vllm.LLM.generate` on which no token depends."""
+"""Arguments of `vllm.LLM.generate` that only concern the display of progress, so that no token depends on them."""
 
 
 class TurnShard:
-    """Replaces `vllm.LLM.generate` of a synchronous engine, so that engines roll out their shards of requests together."""
+    """Replaces `vllm.LLM.generate` of a synchronous engine, so that several engines roll out their requests together."""
 
     def __init__(self, llm: Any, number: int, ask: Ask, idle: IdleWork | None = None) -> None:
-        """`number` is the engine's number in the exchange, which `ask` calls. `idle` is its work for coming steps."""
+        """`number` is the engine's number in the exchange, which `ask` calls.
+
+        `idle` decodes requests of coming steps in the engine.
+        """
         self._hosted = HostedEngine(llm)
         self._number = number
         self._ask = ask
@@ -33,12 +36,13 @@ class TurnShard:
     def generate(
         self, prompts: Sequence[Any], params: Sequence[Any], native: Callable[[], list[Any]], **arguments: Any
     ) -> list[Any]:
-        """Returns vLLM's outputs of the requests, in their order.
+        """Returns vLLM's outputs for the requests, in their order.
 
-        If one of the requests cannot continue in another engine, or if the exchange is lost, the engine works alone. It then
-        calls `native`, which is vLLM's own method. `arguments` are those of vLLM's `generate` besides prompts and parameters.
-        Only those in `_ABOUT_PROGRESS` may be given. Others, such as a LoRA adapter, would not reach other engines, so with
-        them the engine works alone too.
+        The engine works alone if one of the requests cannot continue in another engine, or if the exchange is lost. It then
+        calls `native`, which is vLLM's own method.
+
+        `arguments` are the arguments of vLLM's `generate` besides prompts and parameters. With any argument that is not in
+        `_ABOUT_PROGRESS`, such as a LoRA adapter, the engine works alone as well, because other engines would not get it.
         """
         is_plain = {name for name, value in arguments.items() if value is not None} <= _ABOUT_PROGRESS
         requests = shard_requests(self._number, prompts, params, self._stays) if is_plain else None
@@ -56,7 +60,7 @@ class TurnShard:
         return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
 
     def _warn(self, sentence: str) -> None:
-        """Logs a sentence as a warning, unless the engine has already logged one."""
+        """Logs a sentence as a warning, but only the first time that it is called."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("specrollout: %s", sentence)

@@ -11,56 +11,58 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest,
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 Request = RolloutRequest | ShardRequest
-"""A request that is identified by the indices of its prompt and sample, or one that came with parameters of its own."""
+"""A request that is identified by the indices of its prompt and its sample, or one that came with its own sampling
+parameters."""
 Starts = tuple[tuple[int, Request], ...]
-"""Names and requests of attempts to start. The prefix of a request is the known part of the response."""
+"""Attempts to start, as pairs of the attempt's name and its request. The prefix of a request has the known tokens of the
+response."""
 Tokens = tuple[list[int], list[float]]
 """Token ids and their log-probs."""
 
 
 @dataclass(frozen=True)
 class TurnOrders:
-    """An engine's orders for one turn."""
+    """Says which attempts an engine starts and stops, and how long its next turn is. An attempt is its work on one request."""
 
     starts: Starts = ()
     stops: tuple[int, ...] = ()
     """Names of the attempts to stop."""
     seconds: float = 0.0
-    """Length of the turn in seconds. It ends earlier if the engine has no attempt left."""
+    """Length of the turn in seconds. The turn ends earlier if the engine has no attempt left."""
 
 
 @dataclass(frozen=True)
 class TurnWork:
-    """Time and tokens of a turn's decode steps, which are its engine steps after prefill, and of its prefills."""
+    """Time and tokens of a turn. A decode step is an engine step that is not part of a prefill."""
 
     decode_s: float = 0.0
-    """Seconds of the decode steps."""
+    """Seconds of all decode steps."""
     request_s: float = 0.0
-    """Sum over the decode steps of their seconds multiplied by their number of requests."""
+    """Seconds of each decode step multiplied by its number of requests, summed over the decode steps."""
     num_tokens: int = 0
-    """Number of tokens that the decode steps made."""
+    """Number of tokens that the decode steps have generated."""
     prefill_s: float = 0.0
-    """Seconds of the turn's prefills. A synchronous engine subtracts what their engine steps would take for decoding alone,
-    because these steps also decode."""
+    """Seconds of the turn's prefills. If a synchronous engine also decodes in the engine steps of a prefill, it subtracts the
+    time that decoding alone would take."""
     num_prefilled: int = 0
-    """Number of tokens of the prefilled texts."""
+    """Number of tokens that were prefilled."""
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """An engine's report on one turn, which refers to attempts by their names."""
+    """An engine's report on one turn, which identifies attempts by their names. An attempt is its work on one request."""
 
     parts: dict[int, Tokens]
-    """New tokens by attempt."""
+    """New tokens of each attempt."""
     finished: dict[int, str] = field(default_factory=dict)
-    """Finish reason (`stop` or `length`) of each attempt that ended. Each of these attempts is also in `parts`, even if it has
-    no new tokens."""
+    """Finish reason (`stop` or `length`) of each attempt that has ended. All of these attempts are also in `parts`, even those
+    without new tokens."""
     work: TurnWork = TurnWork()
     policy_version: int = 0
     steady: tuple[int, ...] = ()
-    """Attempts that had made tokens before this turn and took part in all of its decode steps."""
+    """Attempts that already had tokens before this turn and were decoded during all of it."""
     refused: tuple[int, ...] = ()
-    """Attempts that the engine does not accept because their requests are invalid."""
+    """Attempts that the engine has refused because their requests are invalid."""
 
 
 @dataclass(frozen=True)
@@ -69,48 +71,56 @@ class ExchangeReply:
 
     orders: tuple[TurnOrders, ...]
     answers: tuple[tuple[int, Rollout | None], ...]
-    """Responses to requests that came from this engine, each with the engine's number for the request.
+    """Responses to requests that came from this engine. Each is a pair of the engine's number for the request and the
+    response.
 
-    A response is None if an engine refused the request. This engine then passes the request to its own vLLM, which refuses it
-    too, with vLLM's error."""
+    The response is None if an engine has refused the request. The engine from which the request came then passes it to its own
+    vLLM, so that the caller gets vLLM's error."""
     is_over: bool
-    """Whether no engine of the rollout has anything left to do."""
+    """Whether all requests of all engines have ended."""
 
 
 class EngineFleet(Protocol):
     """The engines that a coordinator drives, numbered from 0."""
 
     methods: list[int]
-    """Draft method of each engine, as the speed table numbers methods."""
+    """Draft method of each engine, as an index into `DecodeSpeedTable.methods`."""
     capacity: int
-    """Requests that an engine can decode at a time."""
+    """Number of requests that an engine can decode at a time."""
 
     def send(self, engine: int, orders: TurnOrders) -> None:
-        """Queues a turn. An engine takes turns and new weights in the order in which they were sent to it."""
+        """Queues a turn for an engine. An engine gets turns and new weights in the order in which they were sent."""
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Waits until a turn ends or a revived engine is alive, and returns the results since the last call.
+        """Waits until a turn ends or a revived engine is alive. Returns the results that have arrived since the last call.
 
-        A single None replaces the results of all turns that an engine still had when it died.
+        Each result comes with its engine. If an engine has died, a single None replaces the results of all turns that it still
+        had.
         """
 
     def num_turns(self, engine: int) -> int:
-        """Returns the number of turns that were sent and whose results are missing."""
+        """Returns the number of turns that were sent to an engine and whose results have not arrived."""
 
     def is_alive(self, engine: int) -> bool: ...
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns the latest known worth of the engine's work for coming steps."""
+        """Returns how much time the engine can save by decoding requests of coming steps, as far as it is known."""
 
 
 class IdleWork(Protocol):
-    """An engine's work for coming steps in slots that its requests leave empty (`run_ahead`)."""
+    """Decodes requests of coming steps in slots of an engine that its own requests leave empty (`run_ahead`)."""
 
     def slice(self, seconds: float) -> bool:
-        """Works for about `seconds`. Nothing else may use the engine in this time. Returns whether more is left to do."""
+        """Decodes requests of coming steps for about `seconds` seconds. Returns whether there are more to decode.
+
+        Nothing else may use the engine during this time.
+        """
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of this work, which is `NOTHING_EARLY` if nothing is left to do or was measured."""
+        """Returns how much time this work can save later.
+
+        It is `NOTHING_EARLY` if no work is left, or if nothing was measured yet.
+        """
 
 
 class ExchangeFailed(Exception):

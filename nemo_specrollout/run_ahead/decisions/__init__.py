@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which texts of coming steps, and which branches at their near-ties, are made ahead. No torch, no clock."""
+"""Decides which texts of coming steps, and which branches of them, are made ahead. These modules use no torch and no clock."""

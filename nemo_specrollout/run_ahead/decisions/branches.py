@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which branches of the texts that are made ahead get a slot, the most likely ones first.
+"""Chooses which branches of the texts made ahead get a slot, the most likely ones first.
 
-A text is made by older weights with the noise of the coming step. It diverges from the text of the new weights where a
-near-tie flips, and the new token there is nearly always the runner-up. A branch is the text that continues with the runner-up,
-so it is the new text if that tie flips and no earlier one does. Branches can have branches of their own.
+Older weights make a text with the noise of its coming step. The new weights leave it where a near-tie flips, and there they
+nearly always sample the runner-up. A branch is the text that continues with the runner-up. So it is the new text if this
+near-tie flips and no earlier one does. Branches can have branches of their own.
 
-A path is the text of a request or one of its branches. A slot makes about the same number of tokens whichever path it decodes.
-So the path that is most likely to be the text of the new weights is worth the most.
+A path is the text of a request or one of its branches. A slot makes about as many tokens for one path as for another. So the
+best path to decode is the one that is most likely to be the text of the new weights.
 
 Shapes: P positions of a path.
 """
@@ -27,62 +27,67 @@ LEAST_PROBABILITY = 1e-4
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch to be decoded."""
+    """A branch that should be decoded."""
 
     request: Hashable
-    """Name of the request."""
+    """Name of the request of which this is a branch."""
     path: int
-    """Number of this branch among the paths of its request. They are counted from 0, which is the text without any flip."""
+    """Number of this branch among the paths of its request, which is at least 1. Path 0 is the text without any flip."""
     parent: int
-    """Number of the path that it leaves."""
+    """Number of the path from which this branch starts."""
     position: int
-    """Index in the response of its first own token, from 0. Tokens before it are the parent's."""
+    """Index in the response of the first own token of this branch, from 0. The tokens before it are those of the parent."""
     token_id: int
-    """Its first own token, which is the runner-up of the parent's token."""
+    """First own token of this branch, which is the runner-up of the parent's token at the same position."""
     probability: float
-    """Probability that the new weights sample the text up to this token."""
+    """Probability that the new weights sample the response up to the first own token of this branch."""
 
 
 @dataclass
 class _Path:
-    """A path, with what is known about its own tokens, which are those from `first` on."""
+    """A path, with what is known about its own tokens. These are the tokens from the position `first` on."""
 
     first: int
     probability: float
-    """Probability that the new weights sample the text up to and including its first own token."""
+    """Probability that the new weights sample the path up to and including its first own token."""
     survival: float
-    """Probability that the new weights sample the whole known part of it."""
+    """Probability that the new weights sample the whole known part of the path."""
     flips_P: list[float] = field(default_factory=list)
-    """For each own token, the probability that the new weights sample the path up to there and another token in its place."""
+    """For each own token, the probability that the new weights sample everything before it and then another token in its
+    place."""
     runner_up_P: list[int] = field(default_factory=list)
 
 
 class BranchChoice:
-    """Owns the paths of each request of an engine, and chooses which branch is decoded next. Uses no clock and no engine."""
+    """Owns the paths of each request of an engine, and chooses which branch is decoded next. Uses no clock and no engine.
+
+    A path is the text of a request or one of its branches.
+    """
 
     def __init__(self, flips: FlipModel, most_paths: int) -> None:
-        """`most_paths` bounds the paths of one request, whose texts take memory."""
+        """`most_paths` is the largest number of paths of one request. It is limited because their texts take memory."""
         self._flips = flips
         self._most_paths = most_paths
         self._paths: dict[Hashable, list[_Path]] = {}
         self._candidates: list[tuple[float, int, Hashable, list[_Path], int, int]] = []
-        """A heap of branches not yet started, as (negative probability, order of arrival, request, its paths, path, index).
+        """A heap of branches that were not started, as tuples (negative probability, order of arrival, request, its paths,
+        path, index).
 
-        Entries of a closed request stay until their turn comes. They are recognized because their paths are no longer the
-        request's."""
+        Entries of a request that was closed stay in the heap until it is their turn. They are recognized because the request
+        no longer has these paths."""
         self._arrivals = 0
 
     def open(self, request: Hashable, probability: float = 1.0) -> None:
         """Adds a request with its text, which is path 0.
 
-        `probability` is the probability that new weights decode the request at all, which they do not if it ends before.
+        `probability` is the probability that new weights will decode the request. It is below 1 if the request may end before.
         """
         self._paths[request] = [_Path(0, probability, probability)]
 
     def grow(self, request: Hashable, path: int, gap_P: Array, runner_up_P: Sequence[int]) -> None:
-        """Adds further tokens of a path, each with the gap between its two best tokens and the runner-up.
+        """Adds further tokens of a path, each with the gap between the best two scores and with the runner-up.
 
-        The first token of a branch is not passed, because it is already the runner-up and cannot flip back.
+        The first token of a branch is not passed. It is a runner-up already, and cannot flip back.
         """
         paths = self._paths[request]
         grown = paths[path]
@@ -111,7 +116,7 @@ class BranchChoice:
         return 0.0
 
     def next(self, num_free: int) -> list[Branch]:
-        """Returns the `num_free` most likely branches, and counts them as started."""
+        """Returns up to `num_free` branches, the most likely ones, and counts them as started."""
         chosen: list[Branch] = []
         while self._candidates and len(chosen) < num_free:
             negative, _, request, paths, parent, index = heapq.heappop(self._candidates)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides how many requests of coming steps an engine decodes beside its own, so that they save more time than they cost.
 
-In this file an early request is one of a coming step, and a step without further words is an engine step.
+In this file an early request is one of a coming step. A "step" is an engine step unless it is called a coming step.
 
-An early request makes the steps of the engine longer while it runs. After each update, its tokens are verified, which takes a
-row for each. What it saves depends on how far its text will get, because the fewer responses share a plain step, the more the
-step costs per token. At the beginning all responses of a full engine share each step, so the first tokens of a text are cheap
-and save little. Only long responses get far, so late tokens are generated in steps of few responses, and save much.
+While an early request runs, it makes the steps of the engine longer. After each weight update, its tokens are verified, and
+each token takes a row. The time that it saves depends on how far its text gets, because the fewer responses share a step of
+plain decoding, the more the step costs per token. At the beginning all responses of a full engine share each step. So the
+first tokens of a text are cheap and save little. Only long responses get far, so late tokens come in steps with few responses,
+and save much.
 
-A phase is the time between two updates. A text for a step that is several updates ahead continues in each phase until then,
-and it would also do so if it began one phase later. So a phase does not gain the tokens that are made in it, but those that
-the text will reach only because of it. With phases of P tokens, a text of K tokens that has k phases left gets to K + k P
-tokens, and without this phase to K + (k - 1) P. Most responses end before that. So a text for a farther step saves less,
-because short responses will be ready in time anyway.
+A phase is the time between two updates. A text for a coming step that is several updates away continues in each phase until
+then. It would also do so if it began one phase later. So this phase does not gain the tokens that are made in it, but those
+that the text reaches only because of it. Take a text of K tokens that has k phases left, with P tokens in each phase. It gets
+to K + k P tokens, and without this phase to K + (k - 1) P. Most responses end before that. So a text for a farther coming step
+saves less, because short responses will be ready in time anyway.
 
 Shapes: R numbers of requests in a step, from 0 on. E early requests, best first. L responses. J positions at which the number
 of running responses changes, which are 0 and all lengths.
@@ -30,35 +31,40 @@ Array = np.ndarray[Any, Any]
 
 
 UNCERTAIN = 0.05
-"""Share by which two rates must differ to be distinguished with measured step times. Of rates that are equal within it, the
-one with more texts is taken, because a rollout takes as long as its slowest request."""
+"""Share by which two rates must differ to be distinguished, because step times are measured. If rates differ by less, the one
+with more texts is chosen, because a rollout takes as long as its slowest request."""
 
 
 MOST_OWN = 8
-"""Most own requests for which an engine reports the worth of early ones. That worth matters when few own ones are left."""
+"""`early_worth` reports how much time early requests can save in an engine that has up to this number of other requests. This
+matters only when few of the engine's own requests are left."""
 
 
 class Worth(NamedTuple):
-    """What determines how much time a token of an early request may save."""
+    """What decides how much time a token of an early request can save. An early request is one of a coming step."""
 
     probability: float
-    """Probability that the weights of the request's step sample it as well."""
+    """Probability that the weights of the request's step will sample the same token."""
     verified: float
-    """Expected number of times that the token is verified, which happens after each update as long as it is right."""
+    """Expected number of times that the token will be verified. It is verified after each weight update as long as it is
+    right."""
     steps_ahead: int = 1
-    """Number of phases that are left to make the text, which equals the number of updates until its step."""
+    """Number of phases that are left to make the text. It equals the number of weight updates until the request's step."""
     num_known: int = 0
     """Number of tokens of the text so far."""
 
 
 class PlainRollout:
-    """The time of a rollout by plain decoding as a function of how far its responses have got. They all start together.
+    """The time that a rollout takes by plain decoding, as a function of how far its responses have got.
 
-    If there are more responses than slots, they take turns.
+    All responses start together. If there are more responses than slots, they take turns.
     """
 
     def __init__(self, seconds_R: Array, length_L: Sequence[int] | Array) -> None:
-        """`seconds_R` has the seconds of a step without drafts by its number of requests, and `length_L` all lengths."""
+        """`seconds_R` has the seconds of an engine step without drafts by its number of requests.
+
+        `length_L` has all lengths.
+        """
         lengths = np.sort(np.asarray(length_L, np.float64))
         running_L = np.arange(len(lengths), 0, -1)
         most = max(len(seconds_R) - 1, 1)
@@ -76,12 +82,12 @@ class PlainRollout:
         return float(self._seconds_J[-1]) / max(float(self._tokens_J[-1]), 1.0)
 
     def spared_s(self, phase: float, known_E: Array, steps_ahead_E: Array) -> Array:
-        """Returns the seconds that a token of each text saves if it is made in this phase.
+        """Returns the seconds that a token of each text saves if it is made before the next update, in the current phase.
 
         Args:
             phase: Number of tokens by which a text grows in a phase.
-            known_E: Length of each text.
-            steps_ahead_E: Number of phases that are left for each text, of which this is the first.
+            known_E: Number of tokens of each text so far.
+            steps_ahead_E: Number of phases that are left for each text, including the current one.
         """
         now_E = known_E + phase
         end_E = np.maximum(self.longest, now_E)
@@ -91,7 +97,7 @@ class PlainRollout:
         return (self._seconds(with_E) - self._seconds(without_E)) / np.maximum(tokens_E, 1e-9)
 
     def missing(self, known_E: Array) -> Array:
-        """Returns for each text how many further tokens a response that is longer than the text has on average.
+        """Returns for each text how many tokens it still lacks, as the mean over all responses that are longer than the text.
 
         This is 0 if no response is longer.
         """
@@ -103,36 +109,45 @@ class PlainRollout:
         return missing_E
 
     def _seconds(self, position_E: Array) -> Array:
-        """Returns the seconds until all responses have reached a position. Beyond the longest there is one response."""
+        """Returns the seconds until all responses have reached a position.
+
+        Beyond the longest response, one response is running.
+        """
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._seconds_J) + beyond_E * self._last_s
 
     def _tokens(self, position_E: Array) -> Array:
-        """Returns the number of tokens of all responses up to a position. Beyond the longest there is one response."""
+        """Returns the number of tokens of all responses up to a position.
+
+        Beyond the longest response, one response is running.
+        """
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._tokens_J) + beyond_E
 
 
 class EarlyPrices(NamedTuple):
-    """Measured times of an engine, in seconds."""
+    """Measured times of an engine in seconds, from which the cost and the gain of early requests are computed."""
 
     seconds_R: Array
-    """Predicted seconds of a step without drafts, by its number of requests. A step of more requests than the array has counts
-    like the last one."""
+    """Predicted seconds of an engine step without drafts, by its number of requests. The last number also stands for steps
+    with more requests."""
     verify_row_s: float
-    """Seconds by which a verified row makes a full step longer."""
+    """Seconds by which a verified row makes an engine step of a full engine longer."""
     plain: PlainRollout
-    """The last rollout as it would have been with plain decoding."""
+    """The time that the last rollout would have taken by plain decoding."""
     num_steps: int = 1
     """Number of coming steps for which texts are made."""
 
     @property
     def phase(self) -> float:
-        """Number of tokens by which a text grows in a phase. The longest response is made in `num_steps` + 1 phases."""
+        """Number of tokens by which a text grows between two weight updates.
+
+        The longest response takes `num_steps` + 1 such phases.
+        """
         return self.plain.longest / (self.num_steps + 1)
 
     def gain_E(self, worths: Sequence[Worth]) -> Array:
-        """Returns the seconds that a token of each early request saves, minus those of its verification."""
+        """Returns the seconds that a token of each early request saves, minus the seconds of its verification, float64 [E]."""
         numbers = np.fromiter(chain.from_iterable(worths), np.float64)  # faster than np.array of tuples
         probability_E, verified_E, steps_ahead_E, known_E = numbers.reshape(-1, len(Worth._fields)).T
         spared_E = self.plain.spared_s(self.phase, known_E, steps_ahead_E)
@@ -140,27 +155,29 @@ class EarlyPrices(NamedTuple):
         return gain_E
 
     def step_s(self, num_requests: int) -> float:
-        """Returns the seconds of a step without drafts."""
+        """Returns the seconds of an engine step of `num_requests` requests without drafts."""
         return float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
 
     def steps_beside(self, num_own: int, number: int) -> Array:
-        """Returns the seconds of a step of `num_own` requests with 1, 2, ..., `number` early ones in addition, float64 [E]."""
+        """Returns the seconds of engine steps with 1, 2, ..., `number` early requests beside `num_own` others, float64 [E]."""
         steps_E: Array = self.seconds_R[np.minimum(num_own + 1 + np.arange(number), len(self.seconds_R) - 1)]
         return steps_E
 
     def delay_s(self, num_own: int, num_early: int) -> float:
-        """Returns the seconds by which `num_early` early requests make a step of `num_own` other requests longer."""
+        """Returns the seconds by which `num_early` early requests make an engine step of `num_own` other requests longer."""
         return self.step_s(num_own + num_early) - self.step_s(num_own)
 
 
 def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int:
-    """Returns the number of early requests with which the engine's next step gains the most.
+    """Returns how many early requests, those of coming steps, should run in the engine's next step so that it gains the most.
 
     Args:
         prices: Measured times of the engine.
-        num_own: Number of running requests of the current step. Without any, nobody waits for the engine, so the result is the
-            number that makes the most right tokens per second.
-        worths: Worth of a token of each early request that runs or could start, best first.
+        num_own: Number of running requests of the current step. If it is 0, nobody waits for the engine. Then the result is
+            the
+            number of early requests that makes the most right tokens per second.
+        worths: For each early request that runs or could start, what decides how much time a token of it can save. The best
+            request comes first.
     """
     if not worths:
         return 0
@@ -172,19 +189,25 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
 
 
 def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
-    """Returns `num_early` for an engine with own requests. `gain_E` is the gain of the first 1, 2, ... early requests."""
+    """Returns `num_early` for an engine that has requests of its own.
+
+    `gain_E` is the gain of the first 1, 2, ... early ones.
+    """
     cost_E = prices.steps_beside(num_own, len(gain_E)) - prices.step_s(num_own)
     best = int((gain_E - cost_E).argmax())
     return best + 1 if gain_E[best] > cost_E[best] else 0
 
 
 def early_worth(prices: EarlyPrices, worths: Sequence[Worth]) -> EarlyWorth:
-    """Returns the worth of early requests beside 0, 1, ..., `MOST_OWN` own requests of the engine, and their total worth.
+    """Returns how much time early requests, which are those of coming steps, can save later.
 
-    `worths` has all early requests that run or could start, best first. Each rate assumes that as many of them run as
-    `num_early` returns. It is the seconds that they save the engine later for each second in which they run, minus those by
-    which they make steps of its own requests longer. The total is what all of them save if each text becomes as long as a
-    response that is longer than the text is now.
+    The result has a rate for each number of the engine's own requests, from 0 to `MOST_OWN`. The rate is the time that early
+    requests save later for each second in which they run. The time by which they delay the engine's own requests is
+    subtracted. It is assumed that as many early requests run as `num_early` returns.
+
+    The result also has the seconds that all early requests together can save. It is assumed that each text becomes as long as
+    the mean of the responses that are longer than it is now. `worths` has all early requests that run or could start, best
+    first.
     """
     if not worths:
         return EarlyWorth()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tail policies, which decide where requests start, which of them move, and which are raced by several engines."""
+"""The tail policy, which decides where requests start, which of them move and which are raced, and its forecasts."""

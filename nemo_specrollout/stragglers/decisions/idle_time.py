@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worth of work on texts of coming steps (`run_ahead`), which an idle engine can do instead of helping with stragglers.
+"""How much time an idle engine can save by decoding requests of coming steps (`run_ahead`) instead of helping with stragglers.
 
-An engine whose requests have ended can take over a straggler, race for one, or go on with early texts. All three are measured
-in seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier saves a second. A second of
-early work saves what the engine itself has measured (`run_ahead/decisions/early_share.py`). That saving concerns the rollout
-of one engine, but a rollout ends only when all engines have ended, so the saving is divided by the number of engines.
+An engine whose requests have ended can take over a straggler, race for one, or decode requests of coming steps early. This
+last choice is called early work. All three choices are measured in seconds of a rollout, so that they can be compared. A move
+that ends the rollout one second earlier saves one second. How much time a second of early work saves, the engine measures
+itself (`run_ahead/decisions/early_share.py`). The engine saves it only in its own part of a later rollout, but a rollout ends
+only when all engines have ended. Therefore this saving is divided by the number of engines.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from typing import NamedTuple
 
 
 class EarlyWorth(NamedTuple):
-    """The worth of an engine's work for coming steps. The default is that of an engine without such work."""
+    """How much time an engine saves later by decoding requests of coming steps. By default there are no such requests."""
 
     rates: tuple[float, ...] = ()
-    """Seconds saved later in this engine for each second of work beside 0, 1, 2, ... requests of the current step."""
+    """Seconds saved later with each second in which the engine decodes requests of coming steps. The entries are for an engine
+    that has 0, 1, 2, ... requests of the current step at the same time."""
     left_s: float = 0.0
-    """Seconds saved later in this engine if all of the work is done."""
+    """Seconds saved later if all requests of coming steps are decoded as far as they can be."""
 
 
 NOTHING_EARLY = EarlyWorth()
@@ -26,26 +28,29 @@ NOTHING_EARLY = EarlyWorth()
 
 @dataclass(frozen=True)
 class IdleTime:
-    """The worth of early work in each engine. Without `run_ahead` there is no early work."""
+    """How much time each engine saves later by early work, which is decoding requests of coming steps."""
 
     worth_E: tuple[EarlyWorth, ...] = ()
-    """Worth of the early work of each engine."""
+    """For each engine, the time that it saves later. It is empty without `run_ahead`."""
 
     @property
     def has_worth(self) -> bool:
-        """Whether any engine has early work to do."""
+        """Whether any engine can save time by decoding requests of coming steps."""
         return any(worth.left_s > 0.0 for worth in self.worth_E)
 
     def rate(self, engine: int, num_own: int) -> float:
-        """Returns the seconds that an engine saves later for each second of early work beside `num_own` requests."""
+        """Returns the seconds saved later with each second in which an engine decodes requests of coming steps.
+
+        The engine has `num_own` requests of the current step at the same time.
+        """
         rates = self.worth_E[engine].rates if engine < len(self.worth_E) else ()
         return rates[min(num_own, len(rates) - 1)] if rates else 0.0
 
     def spared_s(self, engine: int, ends_s: Sequence[float], until_s: float) -> float:
-        """Returns the seconds that an engine's early work until `until_s` saves later, if its requests end at `ends_s`.
+        """Returns the seconds that are saved later if an engine decodes requests of coming steps from now until `until_s`.
 
-        Early work that a request displaces is not lost if the engine still has time for it between the request's end and
-        `until_s`. So the result is bounded only by the worth of all the work that is left.
+        Its requests of the current step end at `ends_s`, in seconds from now. At each time the saving depends on how many of
+        them are still running (`rate`). The result is at most what the engine saves by decoding all requests of coming steps.
         """
         spared_s = 0.0
         now_s = 0.0

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates of the tokens that each request still needs, and of its decode speed relative to a typical request.
 
-Shapes: R requests, N remembered lengths, M draft methods, K attempts. Siblings of a request are other samples of its prompt,
-in this step or an earlier one.
+The siblings of a request are other samples of the same prompt, in this training step or an earlier one.
+
+Shapes: R requests, N remembered lengths, M draft methods, K attempts.
 """
 
 from collections import OrderedDict
@@ -11,20 +12,20 @@ from collections.abc import Sequence
 import numpy as np
 
 NUM_REMEMBERED = 4096
-"""Number of latest lengths that are remembered over all requests."""
+"""Number of latest response lengths that are remembered over all requests."""
 NUM_GROUPS = 8192
-"""Number of prompts for which sibling lengths are remembered."""
+"""Number of prompts for which the response lengths of siblings are remembered."""
 NUM_OF_GROUP = 32
-"""Number of latest lengths that are remembered for each prompt."""
+"""Number of latest response lengths that are remembered for each prompt."""
 SIBLING_WEIGHT = 0.5
-"""Weight of one sibling's length relative to all other lengths together."""
+"""Weight of the length of one sibling, if all other lengths together have the weight 1."""
 
 
 class LengthEstimator:
     """Estimates how many tokens of a response are left, from the lengths of earlier responses. Owns these lengths.
 
-    This is E[length - length so far | length > length so far].
-    If no remembered response was longer, a request is expected to double its length, up to `max_length` tokens.
+    The estimate is the mean of (length - current length) over the earlier responses that were longer than this one is now. If
+    none was longer, the response is expected to double its length, up to `max_length` tokens.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -35,7 +36,7 @@ class LengthEstimator:
         self._groups: OrderedDict[int, list[int]] = OrderedDict()
 
     def finished(self, group: int, length: int) -> None:
-        """Notes that a response to the prompt `group` has ended with `length` tokens."""
+        """Notes that a response to the prompt with the number `group` has ended with `length` tokens."""
         self._recent[self._num_seen % NUM_REMEMBERED] = length
         self._num_seen += 1
         self._sorted = None
@@ -51,9 +52,9 @@ class LengthEstimator:
     ) -> np.ndarray:
         """Returns the expected remaining tokens (at least 1) of responses with `lengths_R` tokens so far, float64 [R].
 
-        `groups_R` has the number of each response's prompt. `known_R` has the length of the text that was made ahead for it
-        (`run_ahead`), or 0 if there is none. A response is assumed to be longer than this text, so with such texts the long
-        responses are known before the rollout begins.
+        `groups_R` has the number of each response's prompt. `known_R` has the number of tokens of the text that was made ahead
+        for the response (`run_ahead`), or 0 if there is no such text. A response is assumed to become longer than its text. So
+        with texts made ahead, the long responses are known before the rollout begins.
         """
         if known_R is not None and (known_R > lengths_R).any():
             sure_R = np.maximum(lengths_R, known_R)
@@ -76,20 +77,22 @@ class LengthEstimator:
 
 
 SPREAD = 0.35
-"""Prior standard deviation of the logarithm of a request's relative speed."""
+"""Standard deviation that is assumed for the logarithm of a request's relative speed before it was measured."""
 HALF_TOKENS = 48.0
-"""Measured time, in tokens of a typical request, after which a request's own measurement has half of the weight."""
+"""A request's own measurement counts half if it took as long as a typical request needs for this number of tokens. The
+relative speed of its task counts for the other half."""
 SHARED_SPEED = 0.5
-"""Share of a request's deviation under one method that is expected under another method."""
+"""If a request is faster or slower than expected under one draft method, this share of the difference (as a logarithm) is
+expected under another method."""
 ALL = slice(None)
 
 
 class RequestSpeeds:
-    """Estimates how fast each request decodes under each method, relative to a typical request.
+    """Estimates how fast each request decodes under each draft method, relative to a typical request.
 
-    Owns two counts of tokens for each request and method, which are those that the request made, and those that a typical
-    request makes in the same time. The logarithm of their ratio is shrunk towards the relative speed of the request's task,
-    and more so if few tokens were measured.
+    Owns two numbers of tokens for each request and method. One is how many tokens the request has made, and the other is how
+    many a typical request makes in the same time. The estimate lies between their ratio and the relative speed of the
+    request's task. The more tokens were measured, the closer it is to the ratio.
     """
 
     def __init__(self, task_speed_RM: np.ndarray) -> None:
@@ -100,7 +103,10 @@ class RequestSpeeds:
         self._free: list[int] = []
 
     def begin(self, num_requests: int, task_speed_M: np.ndarray) -> list[int]:
-        """Adds `num_requests` requests of a task with the relative speed `task_speed_M`. Returns the row of each one."""
+        """Adds `num_requests` requests of a task with the relative speeds `task_speed_M`.
+
+        Returns a row number for each request.
+        """
         size = len(self._made_RM)
         missing = num_requests - len(self._free)
         if missing > 0:
@@ -118,9 +124,10 @@ class RequestSpeeds:
         self._free += rows
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
-        """Adds measurements of attempts, which made `made_K` tokens by `method` while a typical request makes `typical`.
+        """Adds a measurement for each of several requests under one draft method.
 
-        `requests_K` has the row of each attempt's request.
+        `requests_K` has the row numbers of the requests. Each has made `made_K` tokens, in the time in which a typical request
+        makes `typical` tokens.
         """
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
@@ -134,7 +141,7 @@ class RequestSpeeds:
         return np.exp(task_RM + own_RM + elsewhere_RM * (1.0 - belief_RM))
 
     def doubts(self, rows: np.ndarray | slice = ALL) -> np.ndarray:
-        """Returns the standard deviations of the logarithm of `speeds`, float64 [R, M]."""
+        """Returns the standard deviations of the logarithms of what `speeds` returns, float64 [R, M]."""
         return SPREAD * np.sqrt(1.0 - _belief(self._typical_RM[rows]))
 
 

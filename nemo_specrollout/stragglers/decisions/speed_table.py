@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured decode speeds of each draft method, by task and by the number of requests in the engine.
 
-SpecActor (arXiv 2511.16193), Algorithm 3, uses a "draft ladder" instead, which ranks methods by acceptance alone.
+SpecActor (arXiv 2511.16193), Algorithm 3, instead ranks methods by their acceptance rate alone, in a "draft ladder".
 """
 
 from collections import defaultdict
@@ -14,19 +14,19 @@ import numpy as np
 from nemo_specrollout.config.block import SpecrolloutConfig
 
 ANY_TASK = "any"
-"""Task under which the measurements of all tasks are counted together."""
+"""Name under which the measurements of all tasks are counted together."""
 PLAIN = "plain"
-"""Name of the method without drafts."""
+"""Name of the draft method without drafts."""
 MEMORY_S = 20.0
 """Seconds of an engine's decoding that a measurement remembers. Older samples decay."""
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
-"""Batch sizes with separate measurements. Others count for the nearest one."""
+"""Batch sizes that have measurements of their own. A batch of another size counts for the nearest of these."""
 GUESSED_SLOPE = 0.5
 """Beyond the measured batch sizes, the speed of a request is assumed to be proportional to batch ** -GUESSED_SLOPE."""
 
 
 def draft_method(block: SpecrolloutConfig) -> str:
-    """Returns the name of an engine's draft method, which joins the types of the drafters in the engine's block."""
+    """Returns the name of an engine's draft method, which is made of the types of all drafters in the engine's block."""
     return "+".join(d.type for d in block.drafters) or PLAIN
 
 
@@ -34,39 +34,43 @@ class SpeedModel(Protocol):
     """Decode and prefill speeds of engines, measured or simulated."""
 
     def tokens_per_s(self, method: int, batch: int) -> float:
-        """Returns the tokens per second of each of `batch` typical requests under a draft method."""
+        """Returns the tokens per second of each request in a batch of `batch` typical requests, with this draft method."""
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Returns the seconds of a prefill of `num_tokens` tokens, for which the engine's other requests wait."""
+        """Returns the seconds of a prefill of `num_tokens` tokens, during which the engine's other requests wait."""
 
 
 class DecodeSpeedTable:
-    """Decode speeds by draft method and batch size, in which old measurements decay. Owns all measurements.
+    """Decode speeds by draft method and batch size. Owns all measurements, of which old ones decay.
 
-    Methods are numbered as in `methods`. Speeds that rise with the batch size are evened out by weighted isotonic regression.
-    Between measured batch sizes, log speed is interpolated over log size. A method without measurements gets the mean of the
-    others. Without any measurement, only the ratios of the predictions are meaningful, and a prefill takes 0 s.
+    A method's number is its index in `methods`. Where measured speeds rise with the batch size, a weighted isotonic regression
+    makes them equal. Between measured batch sizes, the logarithm of the speed is interpolated over the logarithm of the size.
+    A method without measurements gets the mean speed of the others. If nothing was measured, speeds are in an arbitrary unit,
+    so only their ratios have a meaning, and a prefill takes 0 s.
 
-    Example: after `observe("any", 0, 1, 300, 2.0)`, `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` is a guess of 75.
+    For example, after `observe("any", 0, 1, 300, 2.0)`, `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` is a guess of 75.
     """
 
     def __init__(self, methods: Sequence[str]) -> None:
         self.methods = tuple(methods)
         self.prefill = _DecayedRate()
-        """Prefilled tokens and their seconds."""
+        """Number of prefilled tokens and the seconds that they took."""
         self.rates: dict[tuple[str, int], _RatesByBatch] = defaultdict(_RatesByBatch)
-        """Measurements by task and method."""
+        """Measured decode speeds of each pair of a task and a method, by batch size."""
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
-        """Adds `num_tokens` tokens in `seconds`, both summed over requests of `task` in an engine with `batch` requests."""
+        """Adds a measurement of requests of `task` in an engine that had `batch` requests.
+
+        The requests have generated `num_tokens` tokens in `seconds` seconds. Both are sums over the requests.
+        """
         size = int(SIZES[np.argmin(np.abs(np.log(SIZES / batch)))])
         for name in {task, ANY_TASK}:
             self.rates[name, method][size].add(num_tokens, seconds)
         self._curves.clear()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Adds prefills of `num_tokens` tokens in `seconds`."""
+        """Adds a measurement of prefills, which took `seconds` for `num_tokens` tokens."""
         self.prefill.add(num_tokens, seconds)
 
     def tokens_per_s(self, method: int, batch: int) -> float:
@@ -110,9 +114,10 @@ class _DecayedRate:
 
 
 class _RatesByBatch(dict[int, _DecayedRate]):
-    """Rates of one method by batch size. The seconds of a rate are summed over the requests of the batch.
+    """Measured tokens per second of one request, by batch size. Seconds are summed over the requests of a batch.
 
-    So that each rate remembers `MEMORY_S` seconds of the engine, its memory is longer by the factor of the batch size.
+    Because of this sum, the memory of each rate is `MEMORY_S` multiplied by the batch size. So each rate remembers `MEMORY_S`
+    seconds of the engine's time.
     """
 
     def __missing__(self, batch: int) -> _DecayedRate:
@@ -122,7 +127,7 @@ class _RatesByBatch(dict[int, _DecayedRate]):
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the measured batch sizes in ascending order, and the logarithms of their tokens per second, both float64.
 
-        The tokens per second are evened out so that they never rise with the batch size.
+        Speeds are averaged where they would rise with the batch size, so that they never do.
         """
         from scipy.optimize import isotonic_regression
 

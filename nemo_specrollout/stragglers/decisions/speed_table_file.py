@@ -14,28 +14,29 @@ from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, MEMORY_S
 
 FORMAT = 1
 FIELD = f"{BLOCK_PATH}.fastest_of_n.ladder"
-"""Field of a config that names such a file."""
+"""Field of a config that names a decode-speed file."""
 LADDER = "ladder.json"
-"""Name of the file that a run writes."""
+"""Name of the decode-speed file that a run writes."""
 FADED_S = MEMORY_S / 8.0
-"""Weight of the speeds of an earlier start. They count at most like a measurement over so many seconds of decoding."""
+"""Weight of speeds that an earlier start has measured. They count at most like a measurement over this number of seconds of
+decoding."""
 
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """Measurements of one draft method on one task, as lists over batch sizes."""
+    """Measured decode speeds of one draft method on one task, as lists over batch sizes."""
 
     task: str
-    """Name of the task, or `any`."""
+    """Name of the task, or `any` for all tasks together."""
     method: str
     """Types of the drafters, joined by +, or `plain` without drafters."""
     batches: tuple[int, ...] = bounded(low=1)
-    """Numbers of requests in the engine, ascending."""
+    """Batch sizes, which are numbers of requests in the engine, ascending."""
     tokens_per_s: tuple[float, ...] = bounded(above=0.0)
     weights_s: tuple[float, ...] = bounded(above=0.0)
-    """Seconds over which each speed was measured, summed over requests."""
+    """Seconds over which each speed was measured, summed over the requests of the batch."""
     acceptance: float = bounded(0.0, low=0.0, high=1.0)
-    """Share of verified draft tokens that were accepted, or 0 if it was not measured. For information only."""
+    """Acceptance rate of the method's draft tokens, or 0 if it was not measured. It is for information only."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""
@@ -51,16 +52,16 @@ class SpeedTableFile(MeasuredFile):
     policy: str
     prefill_s_per_token: float = bounded(above=0.0)
     rungs: tuple[SpeedRow, ...] = ()
-    """Measurements by task, in which the fastest method with one request comes first."""
+    """Measured decode speeds by task and method. Within a task, the fastest method for a single request comes first."""
     prefill_weight_s: float = bounded(MEMORY_S, above=0.0)
     """Seconds of prefill over which `prefill_s_per_token` was measured."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
 
 
 def ladder_of(block: SpecrolloutConfig) -> SpeedTableFile | None:
-    """Reads the file from which the decode speeds of a run start.
+    """Reads the file with the decode speeds from which a run starts.
 
-    Returns None if the block names no file, or if requests neither move nor race, so that speeds are not needed.
+    Returns None if the block names no file, or if speeds are not needed because requests neither move nor race.
 
     Raises ConfigError with the field, the file and the fix if the file cannot be read or is not valid.
     """
@@ -71,7 +72,7 @@ def ladder_of(block: SpecrolloutConfig) -> SpeedTableFile | None:
 
 
 def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> DecodeSpeedTable:
-    """Returns a table of these methods that starts from the measurements of a file, if there is one."""
+    """Returns a decode-speed table of these methods, which starts from the measurements in `file` if there are any."""
     table = DecodeSpeedTable(methods)
     if file is None:
         return table
@@ -85,7 +86,10 @@ def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> Decode
 
 
 def faded(file: SpeedTableFile) -> SpeedTableFile:
-    """Returns speeds of an earlier start with the weight of a few seconds, because policy and machine may be others."""
+    """Returns the speeds of an earlier start with the weight of a few seconds of measurement.
+
+    They must not count for more, because the policy and the machine may have changed since.
+    """
     return replace(file, rungs=tuple(map(_faded, file.rungs)), prefill_weight_s=FADED_S)
 
 
@@ -95,7 +99,7 @@ def _faded(rung: SpeedRow) -> SpeedRow:
 
 
 def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Sequence[float]) -> SpeedTableFile | None:
-    """Returns all measurements and the acceptance of each method as the content of a file, or None if there are none.
+    """Returns all measurements and the acceptance rate of each method as the content of a file, or None if there are none.
 
     `device` and `policy` describe the device and the policy with which the speeds were measured.
     """

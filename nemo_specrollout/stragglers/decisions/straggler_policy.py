@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tail policy, which decides which requests move to another engine, which are raced, and which racers give up.
 
-docs/concepts/racing.md says why this favours no response over another. Algorithm 3 of SpecActor (arXiv 2511.16193) gives free
-engines to the requests with the worst acceptance. Here a change is made only if it is expected to end the rollout earlier.
-This is predicted from measured speeds, and includes the prefill that the change takes.
+docs/concepts/racing.md says why moves and races favour no response over another. In Algorithm 3 of SpecActor (arXiv
+2511.16193), free engines get the requests with the worst acceptance rate. The tail policy instead makes a change only if the
+change is expected to end the rollout earlier. It predicts this from measured speeds, including the time of the prefill that
+the change needs.
 
 Shapes: R requests, E engines.
 """
@@ -17,63 +18,64 @@ from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailForecast, TailObservation
 
 NUM_LAST = 4
-"""Number of requests of an engine that are considered for a move or a race. They are those that end last."""
+"""Number of requests of an engine that are considered for a move or a race. They are those that will end last."""
 MAX_CHANGES = 64
-"""Number of attempts that a decision starts or stops before it makes no further plan. The last plan may exceed the number."""
+"""When a decision has started and stopped this number of attempts, it makes no further plan. Its last plan may exceed the
+number."""
 MAX_UNIMPROVABLE = 16
-"""Number of engines without a worthwhile change after which the policy looks at no further engines."""
+"""When no change gains enough time for this number of engines, the tail policy looks at no further engines."""
 LEAST_CHANCE = 0.05
 """Probability of winning below which a racer gives up."""
 RACE_PREMIUM = 0.01
-"""Handicap of a race against a move, as a share of the seconds until the source engine ends. It is there because a move frees
-the source and a race does not."""
+"""A race must gain more than a move to be preferred, because a move frees a slot of the source engine, and a race does not.
+The difference is this share of the seconds until the source engine ends."""
 
 
 @dataclass(frozen=True)
 class TailDecision:
-    """Attempts to start and to stop, as pairs (request, engine). A request that is in both moves."""
+    """Attempts to start and to stop, as pairs (request, engine). A request that is both stopped and started moves."""
 
     starts: tuple[tuple[int, int], ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
     num_declined: int = 0
-    """Number of moves and races that would end the rollout earlier, but are worth less than the early work they displace."""
+    """Number of moves and races that would end the rollout earlier, but would cost more time in later rollouts. They would
+    leave engines less time to decode requests of coming steps."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A race of a single request of `source` by `target`, or a move of requests from `source` to `target`."""
+    """A plan to move requests from engine `source` to engine `target`, or to let `target` race for one of them."""
 
     requests: tuple[int, ...]
     source: int
     target: int
     is_race: bool
     end_s: float
-    """Predicted end of the engine of the two that ends later, in seconds from now."""
+    """Predicted time, in seconds from now, at which both engines will have ended their requests."""
 
 
 class TailPolicy(Protocol):
-    """Decides which requests move, and which are raced."""
+    """Decides which requests move to another engine, and which are raced by several."""
 
     def decide(self, seen: TailObservation) -> TailDecision:
-        """Returns the attempts to start and to stop."""
+        """Returns which engines should start and stop to work on which requests."""
 
 
 class FastestOfN:
     """The tail policy that moves and races stragglers. It has no state, so equal observations give equal decisions.
 
-    It decides in three steps:
-    1. Each waiting request gets the engine where it would end first.
-    2. A racer with a smaller chance of winning than `LEAST_CHANCE` gives up.
-    3. The engine that ends last moves requests to another engine, or another engine races its last request. This repeats
-       as long as a change makes the later end of both engines earlier by the share `config.min_gain`.
+    It decides in this order:
+    1. Each waiting request starts on the engine where it would end first.
+    2. A racer whose chance of winning is below `LEAST_CHANCE` gives up.
+    3. The engine that will end last moves requests to another engine, or another engine races for its last request. This is
+       repeated until no such change brings the end of both engines forward by at least the share `config.min_gain`.
 
-    With `run_ahead` an idle engine makes texts of coming steps, and a change is charged for what it takes away from these
-    (`idle_time.py`). So one rule, in seconds of a rollout, decides whether an idle engine takes over a request, races for one,
-    or makes texts.
+    With `run_ahead`, an idle engine can decode requests of coming steps. A change leaves it less time for that. The time that
+    is lost in later rollouts is subtracted from the gain of the change (`idle_time.py`).
 
-    Example: engines 0 and 1 make 100 tokens per second for one request, and 50 for each of two. Engine 0 decodes request 0,
-    which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves to the idle
-    engine 1, the later end is at 6 s, so the decision is `starts=((0, 1),), stops=((0, 0),)`.
+    For example, engines 0 and 1 each make 100 tokens per second for a single request, and 50 for each of two. Engine 0 decodes
+    request 0, which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves
+    to the idle engine 1, both have ended after 6 s. So the decision is `starts=((0, 1),), stops=((0, 0),)`.
     """
 
     def __init__(self, config: FastestOfNConfig, speeds: SpeedModel) -> None:
@@ -81,7 +83,7 @@ class FastestOfN:
         self.speeds = speeds
 
     def decide(self, seen: TailObservation) -> TailDecision:
-        """Returns the attempts to start and to stop."""
+        """Returns which engines should start and stop to work on which requests."""
         forecast = TailForecast(seen, self.speeds)
         if not (seen.capacity_E > 0).any():
             return TailDecision()
@@ -109,10 +111,10 @@ class FastestOfN:
         return TailDecision(*forecast.net_changes(), num_declined)
 
     def _best_plan(self, forecast: TailForecast, engine: int, *, alone: bool = False) -> _Plan | None:
-        """Returns the plan that gains most among those that relieve `engine`, or None if no plan is worthwhile.
+        """Returns the plan for requests of `engine` that gains most, or None if no plan gains enough.
 
-        Plans that move several requests are tried only if none for a single request is worthwhile. With `alone`, only the end
-        of the rollout counts, as if engines had no early work.
+        Plans that move several requests are tried only if no plan for a single request gains enough. With `alone`, plans are
+        judged as if engines could not decode requests of coming steps.
         """
         single = [
             plan
@@ -125,11 +127,12 @@ class FastestOfN:
         )
 
     def _worthwhile(self, forecast: TailForecast, plans: Iterable[_Plan], alone: bool) -> _Plan | None:
-        """Returns the plan that gains most, or None if none is worthwhile.
+        """Returns the plan that gains most, or None if no plan gains enough.
 
-        The gain of a plan is the time by which it makes the later end of both engines earlier. It must exceed the delay of an
-        order and, because forecasts err, the share `min_gain` of the time that is left. It must also exceed the worth of the
-        early work that the plan displaces.
+        The gain of a plan is the time by which both engines will have ended earlier. It must exceed the delay of an order. It
+        must also exceed the share `min_gain` of the time that is left, because forecasts have errors. Finally, it must exceed
+        the time that later rollouts lose, because the plan leaves engines less time to decode requests of coming steps. With
+        `alone`, this last condition is left out.
         """
         best: _Plan | None = None
         best_s = 0.0
@@ -150,7 +153,7 @@ class FastestOfN:
         return forecast.early_lost_s(plan.requests, engines, plan.end_s, is_race=plan.is_race)
 
     def _plans(self, forecast: TailForecast, request: int, engine: int, target: int) -> Iterator[_Plan]:
-        """Yields the plan to move a single request and the plan to race for it, as far as these are allowed."""
+        """Yields the plan to move a single request and the plan to race for it, if the config and the engines allow them."""
         engines = forecast.engines_of(request)
         methods = forecast.seen.method_E
         if self.config.moving and len(engines) == 1:
@@ -160,9 +163,10 @@ class FastestOfN:
             yield _Plan((request,), engine, target, True, forecast.end_after_race(request, engine, target))
 
     def _bundles(self, forecast: TailForecast, engine: int) -> Iterator[_Plan]:
-        """Yields plans that move the 2, 4, 8, ... requests that end last.
+        """Yields plans that move the 2, 4, 8, ... requests of `engine` that end last.
 
-        If many requests end together, such plans are needed because one request that leaves hardly changes the engine's end.
+        They are needed if many requests end at about the same time, because then the move of one request hardly changes the
+        engine's end.
         """
         if not self.config.moving:
             return

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast of a rollout's tail, which predicts when engines end their requests, as things are and after possible changes.
+"""Forecast of the tail of a rollout, which predicts when engines will end their requests, with and without changes.
 
-Shapes: R running requests, M draft methods, A attempts (one engine's work on one request), E engines, B requests of one
-engine.
+An attempt is the work of one engine on one request.
+
+Shapes: R running requests, M draft methods, A attempts, E engines, B requests of one engine.
 """
 
 import math
@@ -18,8 +19,9 @@ from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 def drain(alone_s_B: np.ndarray, slowdowns_B: np.ndarray) -> np.ndarray:
     """Returns when each of an engine's requests ends, in seconds from now, float64 [B].
 
-    `alone_s_B` is the time that each one would take alone, and `slowdowns_B` is the factor by which requests are slower in
-    batches of 1, 2, ... B. Example: with a factor of 1.5 for two, requests of 1 s and 3 s end after 1.5 s and 3.5 s.
+    `alone_s_B` is the time that each request would take alone. `slowdowns_B` has for batches of 1, 2, ... B requests the
+    factor by which each request is slower than alone. For example, with a factor of 1.5 for two requests, requests of 1 s and
+    3 s end after 1.5 s and 3.5 s.
     """
     order_B = np.argsort(alone_s_B, kind="stable")
     gaps_B = np.diff(alone_s_B[order_B], prepend=0.0)
@@ -29,29 +31,29 @@ def drain(alone_s_B: np.ndarray, slowdowns_B: np.ndarray) -> np.ndarray:
 
 
 def slowdowns_of(speeds: SpeedModel, method: int, first: int, last: int) -> list[float]:
-    """Returns the factors by which a request is slower than alone, in batches of `first` to `last` requests."""
+    """Returns the factors by which a request is slower than alone, for each batch size from `first` to `last`."""
     alone = speeds.tokens_per_s(method, 1)
     return [alone / speeds.tokens_per_s(method, b) for b in range(first, last + 1)]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Distribution of requests over engines just before the first move or race of a rollout."""
+    """Says which engine had which request just before the first move or race of a rollout."""
 
     engine_R: np.ndarray
     num_tokens_R: np.ndarray
-    """Response tokens that the engine had reported, int64."""
+    """Number of response tokens that the engine had reported for each request, int64."""
     reported_s_E: np.ndarray
-    """Time of each engine's latest report in seconds of any clock, float64."""
+    """Time of each engine's latest report in seconds, by any clock, float64."""
 
 
 def undisturbed_end_s(
     before: Assignment, lengths_R: np.ndarray, speed_RM: np.ndarray, method_E: np.ndarray, speeds: SpeedModel
 ) -> float:
-    """Returns when a rollout would have ended, on the clock of `before`, if every engine had kept its requests.
+    """Returns when a rollout would have ended if every engine had kept its requests, by the clock of `before.reported_s_E`.
 
-    `lengths_R` has the final number of response tokens of each request, and `speed_RM` the decode speed of each request under
-    each method, relative to a typical request. `method_E` is the draft method of each engine.
+    `lengths_R` has the final number of response tokens of each request. `speed_RM` has the decode speed of each request under
+    each draft method, relative to a typical request. `method_E` has the draft method of each engine.
     """
     method_R = method_E[before.engine_R]
     typical_M = np.array([speeds.tokens_per_s(m, 1) for m in range(speed_RM.shape[1])])
@@ -67,49 +69,53 @@ def undisturbed_end_s(
 
 @dataclass(frozen=True)
 class TailObservation:
-    """Observed state of a rollout. A request without an attempt is waiting for an engine."""
+    """State of a rollout as the coordinator sees it. An attempt is the work of one engine on one request.
+
+    A request without an attempt is waiting for an engine.
+    """
 
     num_tokens_R: np.ndarray
-    """Tokens of prompt and response in the furthest attempt, int64."""
+    """Number of tokens of the prompt and the response in the attempt that is furthest ahead, int64."""
     remaining_R: np.ndarray
-    """Expected tokens from there to the end, float64."""
+    """Expected number of tokens that this attempt still has to generate, float64."""
     speed_RM: np.ndarray
-    """Decode speed of a request under each method, relative to a typical request, float64."""
+    """Decode speed of each request under each draft method, relative to a typical request, float64."""
     doubt_RM: np.ndarray
     """Standard deviation of the logarithm of `speed_RM`, float64."""
     request_A: np.ndarray
-    """Request of each attempt, int64."""
+    """Index of the request of each attempt, int64."""
     engine_A: np.ndarray
-    """Engine of each attempt, int64."""
+    """Index of the engine of each attempt, int64."""
     lag_A: np.ndarray
-    """Tokens by which an attempt is behind the furthest attempt of its request, int64."""
+    """Number of tokens by which each attempt is behind the furthest attempt at the same request, int64."""
     method_E: np.ndarray
     """Draft method of each engine, int64."""
     capacity_E: np.ndarray
-    """Maximum number of requests of each engine, int64, which is 0 for a dead engine."""
+    """Maximum number of requests of each engine, int64. It is 0 for a dead engine."""
     handover_s: float = 0.0
-    """Seconds from a decision until an engine begins with a new request."""
+    """Seconds from a decision until an engine begins to work on a new request."""
     idle: IdleTime = NO_EARLY_WORK
-    """Worth of the work that engines do for coming steps beside these requests and after them."""
+    """How much time engines can save in later rollouts by decoding requests of coming steps."""
 
 
 class TailForecast:
-    """The attempts as they will be after the changes made so far, and their predicted ends in seconds from now.
+    """The attempts as they will be after the planned changes, and the predicted ends of requests in seconds from now.
 
-    Owns these changes. If several engines race for a request, it is expected to leave all of them when the first one ends it.
+    An attempt is the work of one engine on one request. If several engines race for a request, all of them are expected to be
+    rid of it when the first of them ends it. Owns the planned changes.
     """
 
     def __init__(self, seen: TailObservation, speeds: SpeedModel) -> None:
         self.seen = seen
         self.speeds = speeds
         self.changes: list[tuple[int, int]] = []
-        """Attempts that were started or stopped so far, as (request, engine)."""
+        """Planned starts and stops of attempts, as pairs (request, engine)."""
         self._speed_M = np.array([speeds.tokens_per_s(m, 1) for m in range(seen.speed_RM.shape[1])])
         self._slowdowns: dict[int, list[float]] = {}
         self._ends_s: dict[int, float] = {}
         self._alone_s: list[dict[int, float]] = [{} for _ in seen.capacity_E]
         self._engines: dict[int, dict[int, None]] = {}
-        """Engines of each request, as an ordered set."""
+        """For each request, the engines that decode it, as an ordered set."""
         seconds_A = self._alone(seen.request_A, seen.engine_A, seen.lag_A)
         for r, e, s in zip(seen.request_A.tolist(), seen.engine_A.tolist(), seconds_A.tolist(), strict=True):
             self._alone_s[e][r] = s
@@ -120,23 +126,26 @@ class TailForecast:
         return self._engines.get(request, {})
 
     def waiting(self) -> list[int]:
-        """Returns the requests without an attempt, the longest first."""
+        """Returns the requests that no engine decodes, beginning with those that have the most tokens left."""
         order = np.argsort(-self.seen.remaining_R, kind="stable")
         return [r for r in order.tolist() if not self.engines_of(r)]
 
     def raced_attempts(self) -> list[tuple[int, int]]:
-        """Returns the attempts at requests that several engines race for, as (request, engine), the last to end first."""
+        """Returns the attempts at requests for which engines race, as pairs (request, engine), the last to end first."""
         attempts = [(r, e) for r, engines in self._engines.items() if len(engines) > 1 for e in engines]
         return sorted(attempts, key=lambda attempt: -self._attempt_end_s(*attempt))
 
     def end_s(self, engine: int) -> float:
-        """Returns when an engine ends its last request, in seconds from now, or 0 if it has none."""
+        """Returns when an engine ends its last request, in seconds from now, or 0 if it has no requests."""
         if engine not in self._ends_s:
             self._ends_s[engine] = self._last_end_s(engine, self._alone_s[engine])
         return self._ends_s[engine]
 
     def chance(self, request: int, engine: int) -> float:
-        """Returns the probability that this racer ends before the fastest of the others, or 1 if there is no other."""
+        """Returns the probability that `engine` wins the race for a request against the fastest of the other racers.
+
+        It is 1 if no other engine races for the request.
+        """
         rivals = [e for e in self.engines_of(request) if e != engine]
         if not rivals:
             return 1.0
@@ -148,12 +157,15 @@ class TailForecast:
         return _normal(lead / spread) if spread > 0 else float(lead >= 0)
 
     def last_engine(self, excluded: set[int]) -> int | None:
-        """Returns the busy engine that ends last, or None if there is none besides `excluded`."""
+        """Returns the engine that will be busy longest, or None if no engine has requests.
+
+        Ignores the engines in `excluded`.
+        """
         busy = [e for e, alone_s in enumerate(self._alone_s) if alone_s and e not in excluded]
         return max(busy, key=self.end_s, default=None)
 
     def by_end(self, engine: int) -> list[int]:
-        """Returns an engine's requests, the last to end first."""
+        """Returns the requests of an engine, the last to end first."""
         ends = self._request_ends_s(engine, self._alone_s[engine])
         return sorted(ends, key=lambda r: -ends[r])
 
@@ -164,9 +176,9 @@ class TailForecast:
         return min(candidates, key=lambda e: self._request_ends_s(e, self._with((request,), e))[request])
 
     def targets(self, request: int, num_free: int = 1) -> list[int]:
-        """Returns one engine of each draft method to which the request could go, if there is one.
+        """Returns for each draft method the engine that could take over the request or race for it, if there is one.
 
-        It is the engine that ends first among those that do not have the request and have at least `num_free` free places.
+        It is the engine that ends first among those that do not have the request and have at least `num_free` free slots.
         """
         best: dict[int, int] = {}
         for engine, method in enumerate(self.seen.method_E.tolist()):
@@ -176,14 +188,14 @@ class TailForecast:
         return list(best.values())
 
     def end_after_move(self, requests: tuple[int, ...], source: int, target: int) -> float:
-        """Returns the later end of both engines, in seconds from now, if the requests move from `source` to `target`."""
+        """Returns when both engines would have ended, in seconds from now, if the requests moved from `source` to `target`."""
         rest = {r: s for r, s in self._alone_s[source].items() if r not in requests}
         there = self._request_ends_s(target, self._with(requests, target))
         ends = [e if r in requests else self._first_end_s(r, target, e) for r, e in there.items()]
         return max(self._last_end_s(source, rest), *ends)
 
     def end_after_race(self, request: int, source: int, target: int) -> float:
-        """Returns the later end of both engines, in seconds from now, if both decode the request."""
+        """Returns when both engines would have ended, in seconds from now, if both of them decoded the request."""
         here = self._request_ends_s(source, self._alone_s[source])
         there = self._request_ends_s(target, self._with((request,), target))
         source_s = self._first_end_s(request, source, here[request])
@@ -195,11 +207,12 @@ class TailForecast:
     def early_lost_s(
         self, requests: tuple[int, ...], engines: tuple[int, int], end_s: float, *, is_race: bool
     ) -> float:
-        """Returns the seconds by which later rollouts take longer because a change lets engines do less for coming steps.
+        """Returns the seconds that later rollouts lose if a change leaves engines less time for requests of coming steps.
 
-        In the change, `requests` move from the first of the `engines` to the second, or the second races for them. What all
-        engines do for coming steps is compared with and without the change. Without it, their work counts until the first of
-        the `engines` ends. With it, their work counts until `end_s`, which is then the later end of both `engines`.
+        In the change, `requests` move from the first of the two `engines` to the second, or the second races for them. The
+        result is the difference between what all engines save by such decoding without the change and with it. Without the
+        change, it counts until the first of the two engines ends. With the change, it counts until `end_s`, when both engines
+        will have ended.
         """
         source, target = engines
         idle = self.seen.idle
@@ -228,22 +241,23 @@ class TailForecast:
         self.changes.append((request, engine))
 
     def net_changes(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Returns the attempts to start and to stop, without those that were both started and stopped."""
+        """Returns the attempts to start and the attempts to stop, without those that were both started and stopped."""
         changed = [pair for pair, count in Counter(self.changes).items() if count % 2]
         starts = tuple((r, e) for r, e in changed if e in self.engines_of(r))
         return starts, tuple((r, e) for r, e in changed if e not in self.engines_of(r))
 
     def _alone(self, request_A: np.ndarray, engine_A: np.ndarray, lag_A: np.ndarray) -> np.ndarray:
-        """Returns the seconds that attempts would take alone on their engines, float64 [A]."""
+        """Returns the seconds that each attempt would take if its engine had no other request, float64 [A]."""
         method_A = self.seen.method_E[engine_A]
         speed_A = self._speed_M[method_A] * self.seen.speed_RM[request_A, method_A]
         return (self.seen.remaining_R[request_A] + lag_A) / speed_A
 
     def _with(self, requests: tuple[int, ...], engine: int) -> dict[int, float]:
-        """Returns the seconds that each of an engine's requests would take alone if these requests joined them.
+        """Returns the seconds that each request of an engine would take alone if `requests` joined it.
 
-        All requests wait for the prefill of the new ones, and the new ones also wait for the order to start. Neither wait
-        depends on the batch, so both are divided by the slowdown with which `drain` multiplies.
+        All requests of the engine wait for the prefill of the new ones. The new ones also wait until the engine gets the order
+        to start. These two times do not depend on the batch. They are divided by the slowdown here, because `drain` multiplies
+        everything by it.
         """
         known = self._alone_s[engine]
         new_R = np.array(requests)
@@ -254,14 +268,14 @@ class TailForecast:
         return {r: s + prefill_s for r, s in known.items()} | dict(zip(requests, new_s.tolist(), strict=True))
 
     def _slowdowns_for(self, engine: int, batch: int) -> np.ndarray:
-        """Returns the factors by which a request is slower than alone, in batches of 1, 2, ... `batch`, float64."""
+        """Returns the factors by which a request is slower than alone, in batches of 1, 2, ... `batch` requests, float64."""
         method = int(self.seen.method_E[engine])
         known = self._slowdowns.setdefault(method, [])
         known += slowdowns_of(self.speeds, method, len(known) + 1, batch)
         return np.array(known[:batch])
 
     def _request_ends_s(self, engine: int, alone_s: dict[int, float]) -> dict[int, float]:
-        """Returns when each request of an engine ends if the engine has just those in `alone_s` and no racer is faster."""
+        """Returns when each request of an engine ends if the engine has the requests in `alone_s`, without regard to races."""
         if not alone_s:
             return {}
         ends_B = drain(np.array(list(alone_s.values())), self._slowdowns_for(engine, len(alone_s)))
@@ -275,13 +289,13 @@ class TailForecast:
         return max((self._first_end_s(r, engine, e) for r, e in ends.items()), default=0.0)
 
     def _first_end_s(self, request: int, engine: int, end_s: float) -> float:
-        """Returns when a request ends if its attempt on `engine` ends at `end_s`, taking the other racers into account."""
+        """Returns when a request ends if its attempt on `engine` would end at `end_s` and other engines may race for it."""
         for rival in [e for e in self.engines_of(request) if e != engine]:
             end_s = min(end_s, self._race_s(request, engine, end_s, rival, self._attempt_end_s(request, rival)))
         return end_s
 
     def _race_s(self, request: int, one: int, one_s: float, other: int, other_s: float) -> float:
-        """Returns the expected end of a race of two engines, given the expected end of each in seconds from now."""
+        """Returns the expected end of a race between two engines, given the expected end of each in seconds from now."""
         doubts_M = self.seen.doubt_RM[request]
         methods = self.seen.method_E
         if methods[one] == methods[other]:
@@ -289,13 +303,16 @@ class TailForecast:
         return expected_first(one_s, float(doubts_M[methods[one]]), other_s, float(doubts_M[methods[other]]))
 
     def _forget_ends(self, engine: int) -> None:
-        """Drops the cached ends of an engine that changes, and of the engines that race with it."""
+        """Drops the cached ends of an engine whose requests change, and of the engines that race with it."""
         for rival in {engine, *(e for r in self._alone_s[engine] for e in self.engines_of(r))}:
             self._ends_s.pop(rival, None)
 
 
 def expected_first(mean_1: float, doubt_1: float, mean_2: float, doubt_2: float) -> float:
-    """Returns E[min] of two independent log-normal times, given their means and logarithmic deviations (Black 1976)."""
+    """Returns the expected minimum of two independent log-normal times, given their means.
+
+    `doubt_1` and `doubt_2` are the standard deviations of the logarithms of the times. The formula is that of Black (1976).
+    """
     spread = math.hypot(doubt_1, doubt_2)
     if spread == 0.0 or min(mean_1, mean_2) <= 0.0:
         return min(mean_1, mean_2)
@@ -304,5 +321,5 @@ def expected_first(mean_1: float, doubt_1: float, mean_2: float, doubt_2: float)
 
 
 def _normal(x: float) -> float:
-    """Returns P(a standard normal number is at most x)."""
+    """Returns the probability that a standard normal number is at most `x`."""
     return 0.5 * math.erfc(-x / math.sqrt(2.0))
