@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benches that measure or simulate rollouts, for example their time, their tokens, and what speculation costs."""
+"""Benches that measure or simulate rollouts, for example how fast they are and what speculation costs."""

@@ -131,8 +131,8 @@ def _figures(shares: list[float]) -> dict[str, Any]:
 def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: list[Rollout]) -> dict[str, Any]:
     """Returns a row with the highest acceptance that drafts of the config's head can have on average.
 
-    The bound is 1 minus the total variation distance of the distributions of policy and head. It holds for every way of
-    sampling drafts from this head.
+    The bound is 1 minus the total variation distance between the policy's and the head's distributions. It holds for every way
+    of sampling drafts from this head.
     """
     from nemo_specrollout.heads.features.features import hf_features, load_policy
     from nemo_specrollout.heads.training.acceptance import measure_acceptance

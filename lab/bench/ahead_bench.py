@@ -14,8 +14,8 @@ and reports for what share of tokens this pass samples the engine's token.
 
 A branch is a text that goes on with the second-best token (the runner-up) where the gap is small. `BranchChoice` chooses the
 branches with a `FlipModel`, which predicts from gaps where an update changes the token. This model has learned from the run's
-first update. For the first update itself it has learned nothing. The columns 1, 2 and 4 have as many branches of each text.
-The column "best first" has four per text on average, but some texts may have more of them than others.
+first update. For the first update itself it has learned nothing. The columns 1, 2 and 4 are for this number of branches per
+text. The column "best first" is for four branches per text on average, where some texts get more than others.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -107,8 +107,8 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 def replayed_steps(truth: Sequence[int], draft: Sequence[int], k: int) -> int:
     """Returns the number of engine steps that make the tokens of `truth` if `draft` provides the draft tokens.
 
-    A step at some position verifies up to `k` tokens that `draft` has from the same position on. It makes the right ones
-    before the first wrong one, and one more token.
+    An engine step at some position verifies up to `k` tokens of `draft` from this position on. It makes the tokens before the
+    first wrong one, and one more token.
     """
     at = steps = 0
     while at < len(truth):
@@ -118,7 +118,7 @@ def replayed_steps(truth: Sequence[int], draft: Sequence[int], k: int) -> int:
 
 
 def agreement(truths: Tokens, drafts: Tokens) -> dict[str, Any]:
-    """Returns figures of how far the texts `drafts` agree with the responses `truths` that they were drafts for."""
+    """Compares responses (`truths`) with the texts that were their drafts. Returns figures of how far both agree."""
     pairs = list(zip(truths, drafts, strict=True))
     total = sum(len(truth) for truth, _ in pairs)
     same = sum(sum(a == b for a, b in zip(truth, draft, strict=False)) for truth, draft in pairs)
@@ -163,7 +163,10 @@ class AheadBench:
         self._finder = TieFinder(folder, getattr(torch, room.precision), generation.temperature)
 
     def decode(self, weights: Weights, drafts: dict[str, Tokens]) -> Decoded:
-        """Returns the responses to each kind of requests under given weights. `drafts` has texts of older weights by kind."""
+        """Returns the responses to each kind of requests under given weights.
+
+        `drafts` has texts of older weights by kind of requests. They are the drafts.
+        """
         self._engine.load_weights(iter(weights.items()))
         texts = {kind: self._decode(requests, drafts.get(kind)) for kind, requests in self.requests.items()}
         return Decoded(texts, self.ties(weights, texts))
@@ -253,7 +256,7 @@ def partings(pairs: Sequence[TextPair]) -> dict[str, Any]:
 def branched(pairs: Sequence[TextPair], flips: FlipModel) -> dict[str, Any]:
     """Returns how much of the newer texts is drafted right with branches, and the scale of the flip model in nats.
 
-    The figures are by number of branches per text, or for "best first".
+    There are figures for each number of branches per text, and for "best first".
     """
     followed = {str(n): [num_followed([pair], flips, n, 1 + n)[0] for pair in pairs] for n in NUM_BRANCHES}
     followed[BEST_FIRST] = num_followed(pairs, flips, NUM_BRANCHES[-1], MOST_PATHS)

@@ -79,9 +79,9 @@ class TextPair:
     def after(self, position: int, num_flips: int) -> tuple[Array, list[int]]:
         """Returns the score gaps and the runners-up of the tokens of a branch after `position`.
 
-        The branch equals the newer text up to its flip number `num_flips`, so their gaps and runners-up are equal too. Those
-        of later tokens would be known only if the branch was decoded, so those of the older text are used. This affects only
-        which other branches are chosen. If the newer text does not take the branch, `num_flips` is -1, and all values are
+        Up to flip number `num_flips`, the branch equals the newer text, and so do its gaps and runners-up. Those of later
+        tokens are unknown, because the branch is not decoded, so they are replaced by those of the older text. This affects
+        only which other branches are chosen. If the newer text does not take the branch, `num_flips` is -1, and all values are
         those of the older text.
         """
         known = position + 1

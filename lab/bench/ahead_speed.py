@@ -73,7 +73,7 @@ class Timed:
 
 
 class AheadSpeed:
-    """The bench. Owns the engines, one for each way."""
+    """Runs the bench. Owns the engines, one for each way."""
 
     def __init__(self, config: RunConfig, ways: Sequence[str], weights: Sequence[Weights] = ()) -> None:
         """Starts the engines. The first of `weights` makes the texts, and the second makes the responses.
@@ -174,7 +174,8 @@ class AheadSpeed:
 def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
     """Returns the predicted seconds in which responses of these lengths are decoded, if all drafts are right.
 
-    An engine step verifies up to k drafts of every request, with the k from 0 to `most` that gives the most tokens per second.
+    An engine step verifies up to k drafts of every request, where k from 0 to `most` is the number that gives the most tokens
+    per second.
     """
     left = np.array(lengths)
     seconds = 0.0

@@ -57,7 +57,7 @@ class BenchReport:
         self._out.mkdir(parents=True, exist_ok=True)
         _set_aside(self._out)
         self.rows: list[Figures] = []
-        """The rows of `bench.json`, of all workloads so far."""
+        """The rows of `bench.json` for all workloads so far."""
 
     def draining(self, name: str, groups: Sequence[Sequence[Entrant]]) -> None:
         """Reports a workload whose rounds all rows have played. `groups` has the entrants with their measurements."""

@@ -20,8 +20,8 @@ Figures = dict[str, Any]
 # A batch counts as full if it has more than this share of the largest number of requests.
 FULL = 0.75
 FEWEST_TOKENS = 32
-"""Fewest tokens that a row must make in a bin in a round, so that its speed there counts. Otherwise a single engine step could
-decide the speed."""
+"""A row's speed in a bin counts for a round only if the row made at least this many tokens there. With fewer tokens, a single
+engine step could decide the speed."""
 
 
 def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
@@ -89,9 +89,9 @@ def best_by_running(rows: Sequence[Figures]) -> dict[str, Figures]:
 
 
 def estimate_errors(ours: Sequence[RolloutStats], plain: Sequence[RolloutStats]) -> list[float]:
-    """Returns for each round the relative error of our estimate of plain decoding's time.
+    """Returns for each round the relative error of an estimate of plain decoding's time.
 
-    Our engine makes this estimate while it speculates, and `plain` has the measured times.
+    An engine of ours makes this estimate while it speculates. `plain` has the measured times.
     """
     pairs = zip(ours, plain, strict=True)
     return [s.plain_estimate_s / p.seconds - 1 for s, p in pairs if s.plain_estimate_s]
@@ -105,8 +105,8 @@ def host_share(stats: Sequence[RolloutStats]) -> float:
 def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, float]:
     """Returns our host time as a share of the rollouts and of full decode steps, and the fewest requests of a full step.
 
-    An engine step is full if it has nearly as many requests as the largest one. The second share is None if no decode step is
-    full.
+    An engine step is full if it has nearly as many requests as the step with the most. The second share is None if no decode
+    step is full.
     """
     share = host_share(stats)
     requests, seconds, is_decode, host_s = (

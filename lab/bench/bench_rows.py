@@ -46,9 +46,9 @@ class BenchRow:
 
 
 def bench_rows(config: RunConfig) -> list[BenchRow]:
-    """Returns the rows that the config requests in `bench.rows`, or all if it names none.
+    """Returns the rows that the config requests in `bench.rows`, or all rows if this is empty.
 
-    `bench.rows` has beginnings of names. Raises ConfigError if no row's name begins like one of them.
+    An entry of `bench.rows` requests each row whose name begins with it. Raises ConfigError for an entry that requests no row.
     """
     rows = list(_all_rows(config))
     wanted = config.bench.rows
@@ -114,7 +114,7 @@ def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: Model
 
 
 def _fixed(name: str, base: BenchRow, speculative: dict[str, Any]) -> BenchRow:
-    """Returns a row like `base` that drafts as vLLM's option `speculative` says."""
+    """Returns a row like `base` in which vLLM's own speculation is on, with the options `speculative`."""
     kwargs = {**base.generation.vllm_kwargs, "speculative_config": speculative}
     return BenchRow(name, FIXED, replace(base.generation, vllm_kwargs=kwargs))
 

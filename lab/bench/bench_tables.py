@@ -64,7 +64,7 @@ def constant_table(rows: Sequence[Figures]) -> Table:
 
 
 def useless_table(rows: Sequence[Figures]) -> Table:
-    """Returns a table of what drafters cost that are always wrong."""
+    """Returns a table of the cost of drafters that are always wrong."""
     table = new_table("drafters that are always wrong")
     for name in ("batch", "speed over plain", "our host time", "tokens equal"):
         table.add_column(name, justify="right")

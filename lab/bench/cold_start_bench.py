@@ -94,9 +94,9 @@ def play_phases(
 def figures_of(entrant: Entrant, batch: int) -> dict[str, float]:
     """Returns the figures of an entrant that has played one phase.
 
-    `rate` is the tokens per second while the batch was full, `drafts` the draft tokens per request and engine step, and
-    `drafted` the share of engine steps in which a drafter with weights ran. Raises AssertionError if its tokens differ from
-    plain decoding's.
+    `rate` is the tokens per second while the batch was full. `drafts` is the draft tokens per request and engine step.
+    `drafted` is the share of engine steps in which a drafter with weights ran. Raises AssertionError if the entrant's tokens
+    differ from plain decoding's.
     """
     (found,) = entrant.rounds
     if entrant.tokens_equal != entrant.tokens_total:

@@ -2,7 +2,7 @@
 """Measures the seconds of verifying and drafting on this CPU, for the placement planner.
 
 `python -m lab.bench.cost_profile SPEC` measures with OMP_NUM_THREADS threads. Another number of threads needs another process,
-because torch reads this number only once. The time of verifying is that of plain decode steps with as many requests as there
+because torch reads this number only once. Verifying is timed by plain decode steps. Such a step has as many requests as there
 are rows to verify, because a draft token costs about as much as one more request (`step_model.py`).
 """
 
@@ -51,7 +51,7 @@ _ROOM_ADVICE = "raise kv_cache_memory_bytes, or lower max_num_seqs, of its vllm_
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    """What a measuring process measures."""
+    """What a process of this module has to measure."""
 
     policy: str
     """Hugging Face folder of the policy."""

@@ -65,7 +65,7 @@ class Work:
 
 
 def works_of(config: RunConfig, workloads: Sequence[str], number: int) -> list[Work]:
-    """Returns the rollouts of round `number`, which are one for each workload and phase."""
+    """Returns the rollouts of round `number`. There is one for each workload and phase."""
     found = []
     tokenizer = load_tokenizer(Path(config.policy.model_name))
     shuffled = random.Random(number)
@@ -92,7 +92,7 @@ def _by_prompt(requests: Sequence[RolloutRequest], prompts: Sequence[int]) -> li
 def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
     """Rolls out the same requests with and without a history, in turns.
 
-    Returns how many tokens are equal, and how many there are.
+    Returns how many tokens are equal with and without it, and how many tokens were compared.
     """
     running = {
         way.name: [Generation(e, dealt) for e, dealt in zip(way.engines, work.dealt, strict=True)] for way in ways

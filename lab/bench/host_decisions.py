@@ -44,8 +44,9 @@ class GivenSeconds(StepModel):
 
 
 def prepare(worker: Any, is_late: bool) -> None:
-    """Gives a worker fixed step times, and makes it record in `verified` how many drafts of each slot a step verifies.
+    """Gives a worker fixed step times, and makes it record the number of drafts that it verifies.
 
+    The worker's attribute `verified` gets a list for each engine step, of pairs of a request slot and its number of drafts.
     With `is_late`, the host knows acceptance rates that are one engine step old.
     """
     from nemo_specrollout.generation.engine.transfers import HostCopy

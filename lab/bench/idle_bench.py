@@ -103,7 +103,7 @@ class Run:
 
 
 class IdleBench:
-    """The bench. Owns the engines, which all ways share."""
+    """Runs the bench. Owns the engines, which all ways share."""
 
     def __init__(self, config: RunConfig, change: float) -> None:
         generation = config.policy.generation
@@ -121,9 +121,9 @@ class IdleBench:
         return step_prompts(self.config, step, self._task)
 
     def round(self, number: int, num_steps: int) -> Iterator[dict[str, Timed]]:
-        """Yields for each training step of a run but the first the rollouts of all ways, by way.
+        """Runs all ways over several training steps. Yields the rollouts of each step but the first, by way.
 
-        The round of another `number` has other steps, and so other prompts.
+        The round's `number` decides which steps these are, so each round has other prompts.
         """
         first = 1 + number * (num_steps + 1)
         runs = {way: Run(way, self) for way in WAYS}
@@ -155,10 +155,9 @@ def changed(weights: Weights, seed: int, size: float) -> Weights:
 
 
 def row_of(steps: Sequence[dict[str, Timed]], way: str) -> dict[str, Any]:
-    """Returns the figures of a way.
+    """Returns the figures of a way over all steps.
 
-    They are its seconds of all steps, their ratios to the seconds of doing nothing, and means of figures about moves and
-    texts.
+    They are its seconds, their ratios to the seconds of doing nothing, and means of figures about moves and texts.
     """
     ratios = sorted(step[NOTHING].seconds / step[way].seconds for step in steps)
     pairs = [count_equal(step[way].rollouts, step[NOTHING].rollouts) for step in steps]

@@ -68,7 +68,7 @@ def rows(
 
 
 def cheap(num_engines: int, num_requests: int, seed: int) -> Scenario:
-    """Returns a scenario with an 8B policy, in which an engine step of a batch takes hardly longer than one of one request."""
+    """Returns a scenario with engines of an 8B policy, in which more requests hardly make an engine step longer."""
     one = scenario(num_engines * num_requests, False, UPDATES["small"], seed)
     return replace(one, cluster=replace(one.cluster, num_gpus=num_engines))
 

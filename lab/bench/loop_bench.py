@@ -49,8 +49,8 @@ _ALL = ("checkpointing.enabled=false", f"{_BLOCK}.verify.requests_per_step=0")
 class Way:
     """A way to run GRPO.
 
-    `changes` are its overrides of the config. `trainer_threads` is the number of cores of its trainer. If it has only one
-    engine, the engine has as many.
+    `changes` are its overrides of the config. `trainer_threads` is the number of cores of its trainer. If there is only one
+    engine, the engine has the same number of cores.
     """
 
     name: str
@@ -93,7 +93,7 @@ the other."""
 def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Sequence[Record]:
     """Runs GRPO in a way, and returns the lines of its metrics.
 
-    Raises CalledProcessError if the run fails. What it prints is in `output.txt` in `folder`.
+    The run's output goes to `output.txt` in `folder`. Raises CalledProcessError if the run fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.trainer_threads)}
@@ -133,7 +133,7 @@ def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def generation_s(step: Record) -> float:
-    """Returns the seconds of a training step in which the trainer waits for generation."""
+    """Returns for how many seconds of a training step the trainer waits for generation."""
     return float(step["generation_s"])
 
 
@@ -143,7 +143,7 @@ def step_s(step: Record) -> float:
 
 
 def head_s(step: Record) -> float:
-    """Returns the seconds of a training step in which a draft head was trained."""
+    """Returns how many seconds of a training step were spent on training a draft head."""
     return float(step.get("draft_refresh", {}).get("refresh_s") or 0.0)
 
 

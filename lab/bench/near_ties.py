@@ -21,7 +21,7 @@ _ROWS = 128
 
 
 class Ties(NamedTuple):
-    """What given weights would sample at each position of a text, after the tokens that the text has before this position."""
+    """The best and the second-best token under given weights at each position of a text, after the text's tokens before it."""
 
     token_P: Array
     """The token with the best noisy score, int32."""

@@ -112,7 +112,7 @@ def loads(batches: Sequence[int], scale: float) -> list[Load]:
 
 
 def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
-    """Returns the load's requests, alternately problems of the policy's training tasks and free text."""
+    """Returns the requests of a load. Their prompts are in turn problems of the policy's training tasks and free text."""
     from lab.local.step_rollout import load_tokenizer
     from lab.local.tasks import FreeText, ReasoningGymTask, Task
     from lab.policies.distilled_draft import SYSTEM_PROMPT, TASKS
@@ -161,7 +161,7 @@ class Plan:
         return None if seconds is None else (self._seconds(TWO, Way(PLAIN)) or 0.0) / seconds
 
     def choice(self, ways: Sequence[tuple[int, Way]]) -> tuple[int, Way]:
-        """Returns the one of `ways` with the highest predicted speed, with its number of threads."""
+        """Returns the way with the highest predicted speed, with its number of threads."""
         return max(ways, key=lambda key: self.speed(*key) or 0.0)
 
     def best_in_words(self) -> str:
@@ -225,7 +225,7 @@ def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
 def verdict_of(load: Load, found: Found, plan: Plan) -> dict[str, Any]:
     """Returns whether the planner's choice is the fastest way with a fixed number of drafts.
 
-    Also returns how near the ways come to that speed that choose the number of drafts themselves.
+    The result also compares the ways that choose their number of drafts themselves with this fastest way.
     """
     fixed = [key for key in WAYS if key[1].k or key[1].mode == PLAIN]
     best = found.best_fixed(load.name)

@@ -43,7 +43,10 @@ class Pair:
 
 
 def block_of(mode: str, draft: str, addresses: Sequence[str] = ()) -> SpecrolloutConfig:
-    """Returns the block of the engine of a layout. Its remote drafter is at `addresses`, or the engine starts one itself."""
+    """Returns the block for a layout's engine.
+
+    Its remote drafter is the one at `addresses`. Without addresses, the engine starts a remote drafter itself.
+    """
     kwargs = {"kv_cache_memory_bytes": DRAFTER_KV_BYTES}
     where = {"addresses": tuple(addresses)} if addresses else {"workers": 1}
     remote = RemoteDrafterConfig(model=draft, max_requests=2 * MOST_REQUESTS, vllm_kwargs=kwargs, **where)
@@ -116,7 +119,7 @@ def engine_for(way: Way) -> "RolloutEngine":
 
 
 class _Given:
-    """A function of a worker that gives it a speculation policy, if it has drafters."""
+    """A callable that gives a worker a speculation policy, if the worker has drafters."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy

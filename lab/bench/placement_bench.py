@@ -85,7 +85,7 @@ def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
 
 
 def roll_out(way: Way, work: Work) -> Timed:
-    """Rolls out requests in this child process, in the engine of a way. The requests are the same for every way."""
+    """Rolls out requests in this child process, in the engine of a way. All ways get the same requests."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     length = work.tokens if work.is_exact else None

@@ -102,9 +102,9 @@ def child_with(threads: int) -> ProcessPoolExecutor:
 
 
 def acceptance_of(rows: list[dict[str, Any]]) -> float:
-    """Returns the probability that a draft token is right if the ones before it are, as if it was the same at all positions.
+    """Returns the probability that a draft token is right if the ones before it are, assumed to be equal at all positions.
 
-    It is computed from the row of the smallest number of drafts in the policy's engine.
+    It is computed from the way that drafts the fewest tokens in the policy's engine.
     """
     row = next(r for r in rows if r["mode"] == "coupled")
     k = COUPLED_KS[0]

@@ -92,7 +92,7 @@ def record(config: RunConfig) -> Record:
 
 
 def main() -> None:
-    """Records what the drafters propose, and writes it to the file."""
+    """Records what the drafters propose, and writes it to the file of `--out`."""
     log_console()
     options = bench_parser(__doc__).parse_args()
     config, _ = read_run_config(load_config(options.config, options.overrides))

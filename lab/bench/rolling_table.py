@@ -78,9 +78,9 @@ def scenario(num_requests: int, is_apart: bool, ahead: AheadConfig, seed: int, l
 
 
 def asynchronous(num_requests: int, is_apart: bool, lag: int, seed: int) -> StepResult:
-    """Simulates an asynchronous training step. If there is only one GPU, `is_apart` is false.
+    """Simulates an asynchronous training step. `is_apart` says whether the policy trains on a GPU of its own.
 
-    On one GPU, rollouts of several training steps share the engine, which stops while the policy trains.
+    If it does not, rollouts of several training steps share the engine, which stops while the policy trains.
     """
     setting = _setting(scenario(num_requests, is_apart, UPDATES["small"], seed, lag))
     return simulate_step(setting) if is_apart else rolling_steps(setting, lag, is_exact=False)
@@ -118,7 +118,7 @@ def _figures(name: str, update: str, steps: Sequence[StepResult]) -> dict[str, A
 
 
 def table_of(found: Sequence[dict[str, Any]]) -> Table:
-    """Returns a table of the rows of `rows`."""
+    """Returns a table with a line for each of the given rows."""
     table = new_table("seconds of a step of Qwen3-8B, one engine on an H200; asynchronous steps are off policy")
     for name in ("trains on", "requests", "steps ahead", "update", "step s", "waits s", "delay"):
         table.add_column(name, justify="right", no_wrap=True)

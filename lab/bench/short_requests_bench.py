@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what the block costs where it can gain little, by many short requests of a tiny policy in comparison to stock vLLM.
+"""Measures what the block costs where it can gain little, with many short requests to a tiny policy, compared with stock vLLM.
 
     python -m lab.bench.short_requests_bench [--batches 64 256 1024] [--seconds 60] [--ways "all drafters" ...]
 
@@ -43,7 +43,7 @@ SAMPLES = 8
 FEWEST_ROUNDS = 3
 WARM_UP = 1
 TURN_S = 0.1
-"""Shortest seconds of a turn, which ends when an engine step ends."""
+"""Seconds of a turn. A turn lasts until the engine step ends that is running then."""
 PROFILED = 40
 """Number of functions that are printed for a profile."""
 

@@ -125,7 +125,7 @@ class Calibration:
 
 
 class SimulationBench:
-    """The bench. Owns a pool of engines for each way of drafting, and a coordinator for each case."""
+    """Runs the bench. Owns a pool of engines for each way of drafting, and a coordinator for each case."""
 
     def __init__(self, config: RunConfig, cases: Sequence[Case]) -> None:
         generation = config.policy.generation

@@ -9,8 +9,8 @@ for a pair.json use the step times that this file has itself.
 
 `--tail` is a tail.json of `lab.bench.tail_bench`, which measures moves and races of stragglers. The file running.json must be
 beside it. Simulated engines then have the measured decode speeds, and the production policy moves and races requests in the
-simulator as it did in the engines. If a file lacks the lengths of all responses, random lengths are used instead. They have
-the same number, the same median and on average the same maximum.
+simulator as it did in the engines. If a file lacks the lengths of all responses, random lengths are used instead. Their number
+and their median are the measured ones, and their maximum is the measured one on average.
 
 A speed is relative to rollouts in which nothing is drafted, moved or raced. An error is the predicted speed divided by the
 measured one, minus 1.
@@ -70,7 +70,11 @@ _SAME_P = 0.5
 
 @dataclass(frozen=True)
 class Compared:
-    """The measured and the predicted speed of a way relative to the base, and the planner's prediction if there is one."""
+    """The speed of a way as it was measured and as the simulator predicts it.
+
+    Speeds are relative to rollouts in which nothing is drafted, moved or raced. `planned` is the speed that the placement
+    planner predicts, or None if it was not asked.
+    """
 
     source: str
     load: str

@@ -103,7 +103,7 @@ class Profile:
         self.stages[REST] += seconds - sum(stages.values())
 
     def row(self) -> dict[str, Any]:
-        """Returns the mean milliseconds of an engine step, in all and by stage, and the tokens that a request gains in it."""
+        """Returns the mean milliseconds of an engine step, in total and by stage, and the tokens a request gains in it."""
         steps = max(self.num_steps, 1)
         return {
             "batch": self.batch,
@@ -115,7 +115,10 @@ class Profile:
 
 
 def watch(engine: RolloutEngine) -> StageClock:
-    """Wraps the functions of an engine in this process that belong to a stage. Returns the clock that sums their seconds."""
+    """Wraps those functions of an engine that belong to a stage. Returns the clock that sums their seconds.
+
+    The engine must be in this process.
+    """
     worker = engine.run_in_worker(lambda worker: worker)
     runner = worker.model_runner
     drafting = getattr(worker, "specrollout_router", None)
@@ -152,7 +155,10 @@ def profile(engine: RolloutEngine, clock: StageClock, requests: Sequence[Rollout
 
 
 def measure(config: RunConfig, batches: Sequence[int], modes: Sequence[str] = (PLAIN, OURS)) -> list[dict[str, Any]]:
-    """Returns a row for each mode and batch size. Each engine rolls out the first batch size twice, at first to warm up."""
+    """Returns a row for each mode and batch size.
+
+    Each engine rolls out the first batch size twice, the first time to warm up.
+    """
     every_row = bench_rows(replace(config, bench=replace(config.bench, rows=tuple(modes))))
     rows = []
     for way in [row for row in every_row if row.name in modes]:

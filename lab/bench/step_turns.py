@@ -62,7 +62,7 @@ class Taken:
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def ratio(self, way: str, metric: str) -> float:
-        """Returns how many times as fast as the first way a way is. `metric` is the name of a metric in seconds."""
+        """Returns how many times as fast `way` is as the first way. `metric` is the name of a metric in seconds."""
         first = next(iter(self.records.values()))
         return float(first[metric] / self.records[way][metric])
 

@@ -15,9 +15,9 @@ way has a table of decode speeds and an estimate of lengths, which it keeps over
 With `--apart` all engines are in this process, and only one of them computes at a time. Seconds are then CPU seconds, counted
 as if each engine had a core of its own. Use it for more engines than cores, or on a machine that others use too.
 
-`--ladder FILE` fills the tables of decode speeds from a file of `specrollout-lab ladder`. The bench then also compares how
-draft methods rank by the speeds in this file, by their acceptance, as in the paper, and by the speeds measured in the
-rollouts.
+`--ladder FILE` fills the tables of decode speeds from a file of `specrollout-lab ladder`. The bench then also compares three
+rankings of draft methods. One is by the speeds in this file, one by acceptance rate, as in the SpecActor paper, and one by the
+speeds that the rollouts have measured.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Way:
 
 
 class TailBench:
-    """The bench. Owns the engines, and a coordinator for each way."""
+    """Runs the bench. Owns the engines, and a coordinator for each way."""
 
     def __init__(self, config: RunConfig, options: argparse.Namespace) -> None:
         generation = config.policy.generation
@@ -88,7 +88,7 @@ class TailBench:
         return Way(DealingCoordinator(self.engines, policy, table, lengths, deals_shards=True), policy)
 
     def play(self, requests: Sequence[RolloutRequest], number: int, *, keep: bool) -> None:
-        """Rolls out the same requests in every way. The round of another `number` begins with another way.
+        """Rolls out the same requests in every way. The round's `number` decides which way begins.
 
         If `keep` is false, the round only warms up.
         """

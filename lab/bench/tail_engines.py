@@ -92,7 +92,10 @@ class EnginesApart:
         return EarlyWorth()
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Computes the next turn of each engine without a computed one. Returns the result of the turn that ends first."""
+        """Computes the next turn of each engine that has no computed turn left.
+
+        Returns the result of the turn that ends first.
+        """
         for engine, queue in enumerate(self._queues):
             if queue and engine not in self._ended:
                 self._compute(engine, *queue.popleft())

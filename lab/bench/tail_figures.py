@@ -26,8 +26,8 @@ IN_VAIN = (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)
 class Foreseen:
     """What the straggler policy forecasts about the end of a rollout.
 
-    The forecast is made at the first decision that moves or races a request, or at the first one when an engine has no
-    requests.
+    The forecast is made at the first decision that moves or races a request. If an engine runs out of requests before that,
+    the forecast is made at the next decision.
     """
 
     at_s: float
@@ -117,9 +117,9 @@ class Timed:
 
 
 def row_of(name: str, timed: Sequence[Timed], base: Sequence[Timed], first: Sequence[Timed]) -> dict[str, Any]:
-    """Returns the figures of a way over its rollouts.
+    """Returns the figures of a way over its rollouts, `timed`.
 
-    `base` has the same rollouts without moves and races, and `first` has those whose tokens are compared.
+    `base` has the same rollouts without moves and races. `first` has the rollouts with which the tokens are compared.
     """
     pairs = list(zip(timed, base, strict=True))
     counts = [t.timeline.figures() for t in timed]

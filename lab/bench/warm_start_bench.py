@@ -63,7 +63,8 @@ Phases = dict[str, Phase]
 def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
     """Returns the rows of plain decoding, of each of `parts` alone, and of all drafters together, by name.
 
-    Parts are names of rows with a part of the drafters. The engines of the rows keep nothing of what they learn.
+    `parts` has names of rows that draft with a part of the drafters. The rows' engines do not keep what they learn for later
+    engines.
     """
     rows = bench_rows(replace(config, bench=replace(config.bench, rows=())))
     return {row.name: row for row in rows if row.name in (PLAIN, *parts, OURS)}

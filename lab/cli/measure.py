@@ -97,7 +97,7 @@ def _threads(written: str) -> list[int]:
 def _times(spec: ProfileSpec, num_threads: int, progress: Progress, bar: TaskID) -> Measured:
     """Returns the times that a process with `num_threads` threads measures.
 
-    Raises ConfigError with the last words of the process if it fails.
+    Raises ConfigError if the process fails, and says why it ended.
     """
     environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
     child = JsonChild("lab.bench.cost_profile", spec, environment)

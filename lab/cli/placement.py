@@ -27,7 +27,7 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the planner has to place on devices, which are the rollouts of a config."""
+    """The rollouts of a config, as what the planner has to place on devices."""
 
     batch: int = bounded(low=1)
     """Number of requests that run at the same time."""
@@ -71,7 +71,7 @@ class Plan:
 
 
 def _request(tree: dict[str, Any], flags: Mapping[str, Any]) -> PlanRequest:
-    """Returns the request for the planner that a config makes.
+    """Returns what the planner has to place for a config.
 
     In NeMo-RL all samples of a training step are assumed to run at the same time, even in an asynchronous run.
     """

@@ -34,9 +34,9 @@ from nemo_specrollout.storage import model_folder
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _LONGEST_NAME = 255
-"""Most bytes of a file name."""
+"""Largest number of bytes in a file name."""
 _LONGEST_PATH = 3800
-"""Most bytes of a run directory's path. They leave room for the names of our files."""
+"""Largest number of bytes in a run directory's path. It leaves room for the names of our files."""
 _KEYS_OF_ARGUMENTS = {
     "model": "policy.model_name",
     "dtype": "policy.generation.vllm_cfg.precision",

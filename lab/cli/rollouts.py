@@ -28,7 +28,7 @@ from nemo_specrollout.storage.text_files import json_of_line, text_lines
 CHUNK_REQUESTS = 256
 """Number of requests whose responses are written to the file together."""
 SEED_OFFSET = 1_000_000
-"""Difference to the seeds by which runs and benches choose problems, so that a head does not learn their prompts."""
+"""Added to a config's seed when problems are chosen, so that a head does not learn the prompts of runs and benches."""
 
 
 def rollouts(parsed: argparse.Namespace) -> int:

@@ -113,7 +113,7 @@ def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
 
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
-    """Returns the drafting of a scenario for a block. Drafters with weights come before text drafters.
+    """Returns the part of a scenario that describes a block's drafting. Drafters with weights come before text drafters.
 
     The first drafter of an engine stands for all of them, because the draft board takes the best drafts. A drafter that is
     always wrong stands for an engine without drafters.

@@ -28,7 +28,7 @@ ARMS = (
 )
 PREDICTIONS = tuple(f"{arm.title}: {arm.predicted}" for arm in ARMS)
 BEST_OF = (5, 7, 1)
-"""Numbers of drafts that are tried besides 3 to find vLLM's best one, the most promising first."""
+"""Numbers of drafts besides 3 that are tried to find vLLM's best number, the most promising first."""
 DEPTHS = "steps of a request whose first 1, 2, ... drafts were all accepted"
 
 

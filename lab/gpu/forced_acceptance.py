@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check that measure what drafts gain which are right with a given probability p, with large models.
+"""Items of the GPU check that measure the gain of drafts which are right with a given probability p, for large models.
 
 The models have random weights, so no real drafter could be right. vLLM's own synthetic acceptance cannot be used, because it
 replaces our acceptance rule, whose time belongs to the measurement. Instead, a drafter looks up the right tokens in a plain

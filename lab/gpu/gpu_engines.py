@@ -174,7 +174,7 @@ def _measure_head(findings: Findings, options: dict[str, Any]) -> None:
 def sleep(findings: Findings) -> None:
     """Measures the GPU memory of an engine that is awake or asleep, and compares its tokens after waking with those before.
 
-    The second time, the same weights are also loaded again.
+    The engine sleeps once at each of vLLM's two levels. After level 2 the weights are loaded again.
     """
     requests = task_requests(*findings.size((8, 2), (2, 2)))
     can_sleep = torch.cuda.is_available()

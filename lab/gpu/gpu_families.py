@@ -62,7 +62,7 @@ MLA: tuple[str, dict[str, Any]] = (
         "moe_intermediate_size": 64,
     },
 )
-"""Config class and options of a small model that has DeepSeek-V3's attention with its own latent sizes. All layers are dense,
+"""Config class and options of a small model that has DeepSeek-V3's attention with its real latent sizes. All layers are dense,
 because the vLLM that is checked may have no kernels for experts."""
 WAYS = {"plain": PLAIN, "text": TEXT}
 REPETITION = 4.0

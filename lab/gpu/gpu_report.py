@@ -15,8 +15,7 @@ from nemo_specrollout.storage.files import write_atomically
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- figures of gpu_check -->", "<!-- end of figures -->"
 MAX_ROWS, MAX_ROWS_OF_PAGE = 60, 16
-"""Most rows of a table that is shown in the terminal, and of one that is shown on the page. Longer tables are only in the JSON
-file."""
+"""Largest number of rows of a table in the terminal, and of a table on the page. Longer tables are only in the JSON file."""
 SETTINGS = "engines"
 """Title of the tables with engine settings, which are in the JSON file but not on the page."""
 Result = Mapping[str, Any]
@@ -66,7 +65,10 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any] | None:
-    """Returns the reports of several calls as one, or None if there are none. Raises ValueError if their machines differ."""
+    """Returns the reports of several calls as one, or None if there are none.
+
+    Raises ValueError if they differ in machine, commit or versions.
+    """
     reports = [report for file in files if (report := read(file)) is not None]
     if not reports:
         return None

@@ -155,7 +155,7 @@ def compare_drafting(num_requests: int, device: torch.device, on_host: bool = Fa
     earlier_S = ours.texts.total_len_S - 4
 
     def observe_again() -> None:
-        """Learns the last tokens of each text once more, for which it must forget that they were learned."""
+        """Makes the indexes forget that they know the last tokens of each text, and learn these once more."""
         for lookup in ours.lookups:
             lookup.learned_S.copy_(earlier_S)
         ours.observe()

@@ -22,7 +22,7 @@ LEASE_S = 900
 """Seconds of a lease, which include the start of the machine."""
 PLACE = Path(".gpu_parts")
 CARGO, PIECE = "model", "piece"
-"""How the names of a folder to carry and of the model's piece in it begin, before their numbers."""
+"""Names of a folder to carry and of the model's piece in it. A number follows each name."""
 UNPACK = PLACE / "unpack.sh"
 SITES = ". .gpu_parts/unpack.sh engines || exit 1; export VLLM_USE_FLASHINFER_SAMPLER=0"
 """Shell commands that make vLLM importable on the machine. Their script is made together with vLLM's parts, outside of this

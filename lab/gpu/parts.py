@@ -10,9 +10,9 @@ On the machine:
 
     eval "$(python3 -m lab.gpu.parts build /tmp/pieces)"    # builds the model; names its folders for `real` and `real_8b`
 
-A call carries the working tree and the parts that it names, 64 MiB in all. Parts lie in the folder `.gpu_parts`, which git
-ignores, because everything else in the tree travels with each call. Other files in this folder, such as vLLM's, are listed and
-put into the first call.
+The start is a supervised change of the model's weights, with which training begins. A call carries the working tree and the
+parts that it names, 64 MiB in all. Parts lie in the folder `.gpu_parts`, which git ignores, because everything else in the
+tree travels with each call. Other files in this folder, such as vLLM's, are listed and put into the first call.
 """
 
 import argparse

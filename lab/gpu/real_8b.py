@@ -32,18 +32,18 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes
 NUM_PROMPTS, NUM_SAMPLES, MOST_TOKENS = 8, 4, 2048
 LONGEST_PROMPT = 320
 LEARNING_RATE = 5e-6
-"""Learning rate of the update that lies between the texts made ahead and the policy. It is the largest one with figures in
-docs/benchmarks."""
+"""The texts made ahead come from weights that are one update with this learning rate older than the policy. It is the largest
+learning rate with figures in docs/benchmarks."""
 TINY = Shape(384, 1024, 6, 8, 4)
 """The size to which a rehearsal widens the shipped policy."""
 START_S = 60.0
 """Seconds that the first engine is expected to need for its start, with torch.compile. Each later engine is expected to need
-as many as the one before."""
+the same time as the one before it."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Folders of the source, the widened policy and its widened head, and the size to which they are widened."""
+    """Folders of the original policy, the widened policy and the widened head, and the size to which they are widened."""
 
     source: Path
     policy: Path
@@ -184,7 +184,7 @@ class _Rounds:
         return drain(engine, self._batches.warm_up, self._most)
 
     def _older_weights(self, models: Models, plain: Drained) -> Mapping[str, torch.Tensor]:
-        """Returns the weights of the source as they were before an update.
+        """Returns the weights of the original policy as they were before an update.
 
         Responses of plain decoding and their rewards give the update its direction.
         """
@@ -223,7 +223,8 @@ class _Rounds:
     def _choose_best(self) -> None:
         """Finds the number of drafts with which vLLM's EAGLE-3 is fastest.
 
-        Each number is tried with one drained batch of prompts that no arm is measured with, as long as there is time.
+        Each number is tried with one drained batch, as long as there is time. No arm is measured with the prompts of this
+        batch.
         """
         speeds = {3: self._probe("k=3")}
         for k in BEST_OF:
@@ -355,7 +356,7 @@ def summaries(measured: Mapping[str, Sequence[Drained]]) -> dict[str, list[tuple
 
 
 def _seconds_and_tokens(halves: Sequence[Drained]) -> dict[str, tuple[float, int]]:
-    """Returns the seconds and tokens in each band of running requests, summed over these halves."""
+    """Returns the seconds and tokens in each band of running requests, summed over `halves`."""
     found: dict[str, tuple[float, int]] = {}
     for drained in halves:
         for band, (seconds, tokens) in drained.bands().items():

@@ -194,7 +194,7 @@ class _Captured:
     def note(self, findings: Findings, edge: int, start_s: float) -> None:
         """Notes seconds and memory of all graphs up to `edge` rows, and of all larger ones.
 
-        `start_s` is the start of the engine.
+        `start_s` is the seconds in which the engine started, which are noted too.
         """
         findings.note("start of the engine", {"s": start_s}, CAPTURE)
         for kind in sorted({kind for kind, _ in self._found}):

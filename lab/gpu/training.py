@@ -173,7 +173,10 @@ def _policy(findings: Findings) -> dict[str, Any]:
 def config_of(
     findings: Findings, kind: str, precision: str, num_steps: int, run: Path, by_handle: bool = True
 ) -> dict[str, Any]:
-    """Returns the local runner's config of an arm. Arms differ in their block only."""
+    """Returns the local runner's config of an arm.
+
+    Arms differ in their block. The engine of the arm `ahead` also runs in a process of its own.
+    """
     policy = _policy(findings)
     context = policy["facts"]["context"]
     prompts, samples = findings.size((8, 8), (2, 2))

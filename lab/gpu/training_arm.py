@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 class RecordingRunner(GrpoRunner):
-    """A runner of GRPO that also writes the tokens of each row and the GPU memory after each step to files."""
+    """A runner of GRPO that also records the tokens of each row, and the GPU memory after each step, in files."""
 
     def roll_out(self, step: int) -> StepRollout:
         rollout = super().roll_out(step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the publish gate and the canary by faults.
+"""Tests the publish gate and the canary with deliberate faults.
 
 The gate must refuse faulty refreshes, and the canary must notice broken heads.
 

@@ -68,7 +68,7 @@ class CostTables(MeasuredFile):
     """Seconds of an engine step of the policy's engine by rows (requests and their draft tokens), with one curve for each
     size."""
     unit: str = choice("thread", "GPU")
-    """What a size counts."""
+    """Unit of sizes."""
     draft_s: tuple[CostCurve, ...] = ()
     """Seconds in which a separate drafter drafts one token for each request, by number of requests, with one curve for each
     size."""
@@ -79,7 +79,7 @@ class CostTables(MeasuredFile):
     """Version of the file format."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if a size has two curves in a table, or if there is no curve of a verifier."""
+        """Raises ConfigError if a size has two curves in a table, or if `verify_s` is empty."""
         for name in ("verify_s", "draft_s", "coupled_draft_s"):
             sizes = sorted(curve.size for curve in getattr(self, name))
             if len(set(sizes)) < len(sizes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of drafting that give the tokens of a verifier's engine step, with coupled drafting or with a streaming drafter.
+"""Models that predict the tokens of a verifier's engine step, with coupled drafting or with a streaming drafter.
 
 A coupled drafter drafts in the verifier's own engine step. A streaming drafter drafts in an engine of its own at the same
 time.
@@ -37,7 +37,7 @@ class StreamedRates:
     num_submitted: float
     """Number of draft tokens that are submitted for verification."""
     occupancy: float
-    """Share of engine steps in which a draft was there in time."""
+    """Share of the verifier's engine steps for which a draft was ready in time."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ _AS_GOOD = 0.995
 """The planner chooses the smallest window with at least this share of the longest window's speed, because a smaller window
 wastes fewer drafts."""
 _HELD_UP = 1.1
-"""The drafter is the bottleneck if an infinitely fast drafter would give more than this many times the tokens per second."""
+"""The drafter of a group is the bottleneck if an infinitely fast one would give more than this many times the tokens per
+second."""
 _NO_TIME = 1e-9
 """Factor on the time of drafting that makes a drafter infinitely fast."""
 
@@ -54,7 +55,8 @@ class Option:
     window: int
     """Largest number of draft tokens that a drafter may be ahead. It is k if the mode is coupled."""
     state: SteadyState
-    """The steady state of a group. A step includes coupled drafting, and the rates are those of one request."""
+    """The steady state of a group. Its step time includes the time of coupled drafting, and its rates are those of one
+    request."""
     bottleneck: str
     """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would give a
     tenth more tokens per second. In a coupled engine, the bottleneck is the part that takes more of the engine step."""
