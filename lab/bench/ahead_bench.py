@@ -352,7 +352,7 @@ def _right(name: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Returns ranks in ascending order as text for a table cell. They count from 0, but from 1 in the text."""
+    """Returns ranks in ascending order, as text for a table cell. `ranks` begin at 0, and those in the text begin at 1."""
     return " ".join(str(1 + rank) for rank in sorted(ranks)) or "-"
 
 

@@ -209,7 +209,7 @@ def _requests_of(config: RunConfig) -> Iterator[list[RolloutRequest]]:
 
 
 def request_stream(config: RunConfig) -> Iterator[RolloutRequest]:
-    """Yields requests for constant batches without end. None repeats, because drafters remember the text of a request."""
+    """Yields requests for constant batches without end. No request is repeated, because drafters remember its text."""
     grpo = replace(config.grpo, seed=config.grpo.seed + 1)  # Other prompts than the rounds of a workload.
     return itertools.chain.from_iterable(_requests_of(replace(config, grpo=grpo)))
 

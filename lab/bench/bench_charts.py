@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws charts of benchmarks, such as the speedup over plain decoding by row and by running requests, as PNG and SVG."""
+"""Draws charts of benchmark figures, for example of speedups over plain decoding, and saves them as PNG and SVG."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -166,7 +166,7 @@ def ahead_chart(rows: Sequence[Record], path: Path) -> None:
 
 
 def _draw_ahead(figure: Figure, rows: Sequence[Record]) -> None:
-    """Draws a panel for texts that are one update old, a panel for two updates, and a panel for branches."""
+    """Draws one panel for texts made one update ago, one for texts made two updates ago, and one for branches."""
     *equal, branches = figure.subplots(1, 3, sharey=True)
     for ax, age in zip(equal, (1, 2), strict=True):
         _draw_equal(ax, [row for row in rows if row["newer"] - row["older"] == age])

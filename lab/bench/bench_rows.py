@@ -14,8 +14,8 @@ from nemo_specrollout.generation.engine.arguments import TEXT_METHOD, native_con
 
 PLAIN, STOCK, OURS = "plain", "stock", "ours"
 FIXED = "fixed"
-"""The kind of a row that always drafts with one method and the same number of drafts. The other kinds have their rows'
-names."""
+"""The kind of a row that always drafts with one method and the same number of drafts. The other kinds are called like their
+rows."""
 # The rows that show what each kind of drafter is worth without the others.
 TEXT_ALONE, HEAD_ALONE, MODEL_ALONE = "ours, text drafters", "ours, head alone", "ours, draft model alone"
 # Matches have 2 to 5 tokens, as in the n-gram rows of the papers. vLLM's default needs 5 and finds almost nothing here.

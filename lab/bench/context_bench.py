@@ -119,7 +119,10 @@ def arms_of(drafts: Sequence[int], num: int) -> list[Arm]:
 
 
 def play(forced: ForcedEngine, arm: Arm, cell: Cell, keep: bool) -> list[tuple[int, ...]]:
-    """Plays the requests of a cell with an arm, and returns the tokens of each response. `keep` says if the figures count."""
+    """Plays the requests of a cell with an arm, and returns the tokens of each response.
+
+    If `keep` is false, no figures are kept.
+    """
     forced.engine.run_in_worker(partial(_use, arm=arm))
     found = forced.measure(cell.requests)
     if keep:

@@ -57,7 +57,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Work:
-    """A rollout of a workload in a phase, as the requests that each engine gets."""
+    """A rollout of a workload in a phase. `dealt` has the requests that each engine gets."""
 
     workload: str
     phase: str

@@ -46,7 +46,7 @@ WAYS = {
 def rows(
     engines: Sequence[int], requests: Sequence[int], seeds: range, num_ahead: int, *, is_dear: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each pair of a number of engines and a number of requests of each engine.
+    """Yields a row for each combination of a number of engines and a number of requests per engine.
 
     A row has the seconds of a rollout in each way, as means over the seeds.
     """

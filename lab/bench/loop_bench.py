@@ -114,7 +114,10 @@ def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Seque
 
 
 def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns the figures of a way over the steps that count. The reward is the mean of the last quarter of all steps."""
+    """Returns the figures of a way over the steps after its warm-up.
+
+    The reward is the mean of the last quarter of all steps.
+    """
     counted = steps[WARM_UP:] if way.is_async else steps[1:]
     last = steps[-max(1, len(steps) // 4) :]
     return {

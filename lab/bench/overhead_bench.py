@@ -37,8 +37,8 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     """Returns the figures of one way, measured in this process.
 
     `start_s` is the seconds of starting, and `memory_mb` the memory in MB. For each batch size there are medians over decode
-    steps in milliseconds, of the whole step, of our part of it, and of the host's part of ours. Every request has drafts in
-    every step.
+    steps in milliseconds. They are of the whole step, of our part of it, and of the share of our part that the host does.
+    Every request has drafts in every step.
     """
     set_process_environment()
     kernel_seconds = _timed_kernels()

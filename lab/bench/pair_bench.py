@@ -112,7 +112,10 @@ def loads(batches: Sequence[int], scale: float) -> list[Load]:
 
 
 def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
-    """Returns the requests of a load. Their prompts are in turn problems of the policy's training tasks and free text."""
+    """Returns the requests of a load.
+
+    Their prompts alternate between problems of the policy's training tasks and free text.
+    """
     from lab.local.step_rollout import load_tokenizer
     from lab.local.tasks import FreeText, ReasoningGymTask, Task
     from lab.policies.distilled_draft import SYSTEM_PROMPT, TASKS
@@ -151,7 +154,7 @@ class Plan:
         starts = [0, *ends[:-1]]
         rest = zip(range(len(ends), 0, -1), starts, ends, strict=True)
         self._stages = [(batch, end - start) for batch, start, end in rest if end > start]
-        """Numbers of requests that run together, each with the number of tokens that each of them gets meanwhile."""
+        """Pairs of a number of requests that run together, and the number of tokens that each of them gets in this time."""
 
     def speed(self, threads: int, way: Way) -> float | None:
         """Returns the predicted speed of a way, or None if the way chooses its number of drafts itself."""

@@ -31,7 +31,7 @@ class Foreseen:
     """
 
     at_s: float
-    """Time of that decision, on the clock of the engines."""
+    """Time of the decision at which the forecast is made, on the clock of the engines."""
     stays_s: float
     """Seconds from the decision to the end of the rollout, if nothing moves or races."""
     ends_s: float
@@ -94,7 +94,7 @@ class Timed:
 
     @property
     def num_repeated(self) -> int:
-        """Returns how many prompt and response tokens were computed again, because the request came to another engine."""
+        """Returns how many prompt and response tokens were computed again, because requests moved or were raced."""
         begun: set[int] = set()
         repeated = 0
         for span in sorted(self.timeline.spans, key=lambda s: s.start_s):
@@ -110,7 +110,7 @@ class Timed:
 
     @property
     def tail_share(self) -> float:
-        """Returns the share of the rollout's seconds in which at least one engine had no more work until the end."""
+        """Returns the share of the rollout's seconds after the time when the first engine had no more work until the end."""
         engines = range(len(self.timeline.methods))
         lasts = [max((s.end_s for s in self.timeline.spans if s.engine == e), default=0.0) for e in engines]
         return 1.0 - min(lasts) / max(lasts)

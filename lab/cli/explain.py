@@ -38,7 +38,10 @@ PLAN_FLAGS = ("batch", "devices", "acceptance")
 
 
 def explain(parsed: argparse.Namespace) -> int:
-    """Prints all sections. Returns 0 if `run` can run the config. Raises ConfigError if no command can run it."""
+    """Prints all sections of the explanation.
+
+    Returns 0 if `run` can run the config. Raises ConfigError if no command can run it.
+    """
     tree = load_config(parsed.config, parsed.overrides)
     if parsed.device is not None:
         device_named(parsed.device, "--device")

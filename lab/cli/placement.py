@@ -27,7 +27,7 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The rollouts of a config, as what the planner has to place on devices."""
+    """Describes the rollouts of a config, which the planner has to place on devices."""
 
     batch: int = bounded(low=1)
     """Number of requests that run at the same time."""

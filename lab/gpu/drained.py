@@ -40,7 +40,7 @@ class Drained:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last token."""
+        """Seconds from the start of the batch to its last token."""
         return float(self.seconds_S.sum())
 
     @property

@@ -20,7 +20,7 @@ class Item:
     """A check that `gpu_check` runs in a process of its own."""
 
     function: str
-    """Name of a module in this package and of its function, which takes `Findings`."""
+    """Name of a module in this package and of a function in it. The function takes `Findings`."""
     seconds: float
     """Expected seconds on an H100, which are an estimate."""
     purpose: str

@@ -107,7 +107,7 @@ class Stage:
 
 
 def real_8b(findings: Findings) -> None:
-    """Measures vLLM without drafts, its EAGLE-3 with 3 drafts and with the best number of them, and our drafters."""
+    """Measures vLLM without drafts, vLLM's EAGLE-3 with 3 drafts and with its best number of drafts, and our drafters."""
     for arm in ARMS:
         findings.note(arm.title, {"predicted": arm.predicted}, "predicted and measured")
     set_process_environment()

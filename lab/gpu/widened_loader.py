@@ -11,7 +11,7 @@ from lab.policies.widened import Shape, read_policy, widened, write_description
 
 LOAD_FORMAT = "widened"
 MARKER = "widened.json"
-"""Name of a file in a folder, which says that the folder's weights are made from those of another folder."""
+"""Name of the file which says that a folder's weights are made from those of another folder."""
 
 
 def widened_folder(source: Path, target: Shape, out: Path) -> Path:
