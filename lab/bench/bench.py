@@ -217,7 +217,7 @@ def request_stream(config: RunConfig) -> Iterator[RolloutRequest]:
 def take_batch(stream: Iterator[RolloutRequest], batch: int) -> list[RolloutRequest]:
     """Returns the requests of the next round in which `batch` requests run at a time.
 
-    These are `FULL_BATCHES` times as many as run at a time, but at least `FEWEST_REQUESTS`.
+    The round has `batch` times `FULL_BATCHES` requests, but at least `FEWEST_REQUESTS`.
     """
     return list(itertools.islice(stream, max(FULL_BATCHES * batch, FEWEST_REQUESTS)))
 

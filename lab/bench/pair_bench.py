@@ -83,7 +83,7 @@ class Found:
     def acceptance(self, load: str) -> float:
         """Returns the probability that a draft token is right if the ones before it are.
 
-        It is measured in the way that drafts the fewest tokens in the policy's engine.
+        It is computed from the measurements of the `Way` that drafts the fewest tokens in the policy's engine.
         """
         timed = self.timed[load, *WAYS[1]]
         counts = {

@@ -104,7 +104,7 @@ def child_with(threads: int) -> ProcessPoolExecutor:
 def acceptance_of(rows: list[dict[str, Any]]) -> float:
     """Returns the probability that a draft token is right if the ones before it are, assumed to be equal at all positions.
 
-    It is computed from the way that drafts the fewest tokens in the policy's engine.
+    It is computed from the row of the `Way` that drafts the fewest tokens in the policy's engine.
     """
     row = next(r for r in rows if r["mode"] == "coupled")
     k = COUPLED_KS[0]
