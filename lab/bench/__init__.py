@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares rollouts side by side: time, tokens, overhead, placement, racing, and the simulator with this machine."""
+"""Benches that measure or simulate rollouts, for example how fast they are and what speculation costs."""

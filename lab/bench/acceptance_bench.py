@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the acceptance table: the same model drafter, and text drafters, in every way of drafting.
+"""Measures the acceptance of drafts, for a table with a row for each way of drafting.
 
-All rows draft `bench.acceptance_k` tokens for every request in every step, so that they can be compared. No time is measured.
+The table compares the ways to sample drafts from the config's drafter with weights, under our sampler and under vLLM's. It
+also has the text drafters. Every request gets `bench.acceptance_k` draft tokens in every engine step, so that the rows can be
+compared. No time is measured.
 """
 
 import itertools
@@ -32,7 +34,10 @@ NUM_STEPS = 2
 
 
 def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
-    """Returns a row for each way of drafting: share of drafts accepted up to each position, and tokens per step."""
+    """Returns a row for each way of drafting, with its acceptance by draft position and its tokens per engine step.
+
+    The acceptance at a position is the share of drafts whose tokens are accepted up to this position.
+    """
     model = Path(config.policy.model_name)
     task = build_task(config.data, load_tokenizer(model))
     steps = (step_prompts(config, i, task).requests for i in range(NUM_STEPS))
@@ -60,7 +65,7 @@ def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
-    """Returns the rows as a table for a terminal."""
+    """Returns a table for the terminal with the rows of `measure_acceptance_table`."""
     table = new_table("drafts accepted, with all before them, by position")
     positions = len(rows[0]["accepted_by_position"])
     for name in ("drafting", *map(str, range(1, positions + 1)), "tok/step", "tokens equal"):
@@ -73,7 +78,10 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
-    """Returns the ways under our sampler. Plain comes first, because the others are compared with it."""
+    """Returns the generation configs of the ways of drafting under our sampler, by name.
+
+    Plain decoding comes first, because the others' tokens are compared with its tokens.
+    """
     generation = config.policy.generation
     k = config.bench.acceptance_k
     block = generation.specrollout
@@ -92,7 +100,10 @@ def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
 
 
 def _ways_of_vllm(config: RunConfig) -> dict[str, GenerationConfig]:
-    """Returns vLLM's own two ways. vLLM's rejection sampler draws other samples of the same policy."""
+    """Returns the generation configs of vLLM's own two ways of drafting, by name.
+
+    vLLM's rejection sampler draws other samples of the same policy than ours, so the tokens are not compared.
+    """
     generation = config.policy.generation
     drafter = generation.specrollout.model_drafter
     assert drafter is not None
@@ -118,7 +129,11 @@ def _figures(shares: list[float]) -> dict[str, Any]:
 
 
 def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: list[Rollout]) -> dict[str, Any]:
-    """1 - TV of policy and head, which no way of sampling drafts from this head can exceed in the mean."""
+    """Returns a row with the highest acceptance that drafts of the config's head can have on average.
+
+    The bound is 1 minus the total variation distance between the policy's and the head's distributions. It holds for every way
+    of sampling drafts from this head.
+    """
     from nemo_specrollout.heads.features.features import hf_features, load_policy
     from nemo_specrollout.heads.training.acceptance import measure_acceptance
     from nemo_specrollout.heads.training.head import load_eagle3_head

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures where texts of older and newer weights part, and how much of the newer text branches at near-ties foresee.
+"""Measures how far texts of older weights agree with the texts that newer weights sample, and how much branches add.
 
     python -m lab.bench.ahead_bench CONFIG --out DIR [--rates 1e-6,2e-5] [--lengths 256,2048] [--free-texts 8] [key=value ...]
 
-CONFIG is one of the local runner. For each learning rate the policy takes two steps of GRPO. Then an engine decodes the same
-requests with the weights of the start, after one step and after two. Responses to the config's requests end by themselves, and
-free text always has the greatest length. Texts of older weights are drafts for the newer, so the figures come from the
-engine's own use.
+CONFIG is a config of the local runner. For each learning rate the policy takes two steps of GRPO. Then an engine decodes the
+same requests with the weights of the start, after one step and after two. Responses to the config's requests end by
+themselves, and free text always has the greatest length. The engine gets the texts of the older weights as drafts when it
+decodes with the newer weights.
 
-The gap of a token is the best perturbed score minus the second-best, under the older weights, which know it while they make
-the text. It is recomputed by a forward pass of the same weights with the same noise. The bench reports the share of tokens for
-which that pass samples the engine's token. A branch begins with the runner-up of a token. `BranchChoice` chooses the branches
-with the `FlipModel` that has learned from the run's first update. For the first update itself the model has learned nothing.
-The numbers 1, 2 and 4 are branches of each text. With "best first" there are four per text on average, and any text may have
-more.
+The score gap of a token is the best noisy score minus the second-best. The bench takes gaps under the older weights, because
+an engine knows these while it makes the text. It recomputes them by a forward pass of the same weights with the same noise,
+and reports for what share of tokens this pass samples the engine's token.
+
+A branch is a text that goes on with the second-best token (the runner-up) where the gap is small. `BranchChoice` chooses the
+branches with a `FlipModel`, which predicts from gaps where an update changes the token. This model has learned from the run's
+first update. For the first update itself it has learned nothing. The columns 1, 2 and 4 are for this number of branches per
+text. The column "best first" is for four branches per text on average, where some texts get more than others.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -49,21 +51,22 @@ from nemo_specrollout.run_ahead.decisions.flips import FlipModel
 
 Tokens = list[list[int]]
 Weights = dict[str, torch.Tensor]
-# The step whose requests are decoded; its prompts are in no step that trains.
+# The step whose requests are decoded. No step that trains has its prompts.
 STEP = 1_000
-# Each pair of weights whose texts are compared: updates before the older, updates before the newer.
+# The pairs of weights whose texts are compared. Weights are named by the number of updates before them, older ones first.
 PAIRS = ((0, 1), (1, 2), (0, 2))
-# Drafts per step of the replay: the default of `run_ahead.most_drafts`, and those of four requests in a step of 1,024 rows.
+# Draft tokens of a request per replayed engine step. The first number is the default of `run_ahead.most_drafts`. The second
+# one fits if four requests share a step of 1,024 rows.
 K, K_OF_FEW = 32, 256
-# Branches of each text.
+# Numbers of branches of each text.
 NUM_BRANCHES = (0, 1, 2, 4)
 BEST_FIRST = "best first"
-# Bound of the paths of a text where branches are chosen over all texts, best first.
+# Most paths of a text (itself and its branches) if the best branches over all texts are chosen first.
 MOST_PATHS = 17
 
 
 def weights_after(config: RunConfig, tree: dict[str, Any], num_steps: int) -> Generator[Weights]:
-    """Yields the published weights of a GRPO run before its first step and after each."""
+    """Yields the policy's weights before the first step of a GRPO run, and after each of its `num_steps` steps."""
     with TemporaryDirectory() as folder:
         directory = RunDirectory(Path(folder) / "run", tree, num_steps)
         progress = Progress()
@@ -86,7 +89,10 @@ def _copy(runner: GrpoRunner) -> Weights:
 
 
 def size_of_update(older: Weights, newer: Weights) -> dict[str, float]:
-    """Returns the relative norm of a change of weights and the share of the numbers that changed."""
+    """Returns the size of an update of weights.
+
+    `norm` is the norm of the change divided by that of the older weights. `changed` is the share of the weights that changed.
+    """
     changed = sum(int((older[name] != newer[name]).sum()) for name in older)
     norm_2 = sum(float((newer[name] - older[name]).double().square().sum()) for name in older)
     whole_2 = sum(float(older[name].double().square().sum()) for name in older)
@@ -94,12 +100,16 @@ def size_of_update(older: Weights, newer: Weights) -> dict[str, float]:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the number of tokens before the first that differs."""
+    """Returns how many tokens two texts have in common before the first one that differs."""
     return num_kept(as_bytes(a), b)
 
 
 def replayed_steps(truth: Sequence[int], draft: Sequence[int], k: int) -> int:
-    """Returns the number of steps that make `truth` with up to `k` drafts per step from the same position of `draft`."""
+    """Returns the number of engine steps that make the tokens of `truth` if `draft` provides the draft tokens.
+
+    An engine step at some position verifies up to `k` tokens of `draft` from this position on. It makes the tokens before the
+    first wrong one, and one more token.
+    """
     at = steps = 0
     while at < len(truth):
         at += common(truth[at : at + k], draft[at : at + k]) + 1
@@ -108,7 +118,7 @@ def replayed_steps(truth: Sequence[int], draft: Sequence[int], k: int) -> int:
 
 
 def agreement(truths: Tokens, drafts: Tokens) -> dict[str, Any]:
-    """Returns figures of responses and of the texts that were their drafts."""
+    """Compares responses (`truths`) with the texts that were their drafts. Returns figures of how far both agree."""
     pairs = list(zip(truths, drafts, strict=True))
     total = sum(len(truth) for truth, _ in pairs)
     same = sum(sum(a == b for a, b in zip(truth, draft, strict=False)) for truth, draft in pairs)
@@ -124,14 +134,14 @@ def agreement(truths: Tokens, drafts: Tokens) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The responses of a set of weights to each kind of requests, with their near-ties under the same weights."""
+    """The responses of one set of weights to each kind of requests, and their near-ties under the same weights."""
 
     texts: dict[str, Tokens]
     ties: dict[str, list[Ties]]
 
 
 class AheadBench:
-    """Owns the engine that decodes the same requests with one set of weights after the other, and the finder of ties."""
+    """Owns an engine, which decodes the same requests with one set of weights after another, and a finder of near-ties."""
 
     def __init__(self, config: RunConfig, lengths: Sequence[int], num_free: int) -> None:
         generation = config.policy.generation
@@ -153,13 +163,16 @@ class AheadBench:
         self._finder = TieFinder(folder, getattr(torch, room.precision), generation.temperature)
 
     def decode(self, weights: Weights, drafts: dict[str, Tokens]) -> Decoded:
-        """Returns the responses to each kind of requests, with earlier responses as drafts."""
+        """Returns the responses to each kind of requests under given weights.
+
+        `drafts` has texts of older weights by kind of requests. They are the drafts.
+        """
         self._engine.load_weights(iter(weights.items()))
         texts = {kind: self._decode(requests, drafts.get(kind)) for kind, requests in self.requests.items()}
         return Decoded(texts, self.ties(weights, texts))
 
     def ties(self, weights: Weights, texts: dict[str, Tokens]) -> dict[str, list[Ties]]:
-        """Returns the near-ties of texts of each kind under given weights."""
+        """Returns the near-ties of given texts under given weights, by kind of requests."""
         self._finder.load_weights(iter(weights.items()))
         return {
             kind: [
@@ -175,7 +188,12 @@ class AheadBench:
         return [rollout.token_ids for rollout in self._engine.generate(requests)]
 
     def rows(self, rate: float, weights: Iterator[Weights], start: list[Decoded]) -> Iterator[dict[str, Any]]:
-        """Yields the rows of a learning rate. `start` holds the responses of the first weights, and is filled if empty."""
+        """Yields the rows of a learning rate.
+
+        `weights` yields the weights before the first step of GRPO and after each of two steps. `start` holds the responses of
+        the weights before the first step, because they are the same for every learning rate. If it is empty, this method fills
+        it.
+        """
         held = [next(weights)]
         if not start:
             start.append(self.decode(held[0], {}))
@@ -198,7 +216,10 @@ class AheadBench:
 
 
 def pairs_of(older: Decoded, newer: dict[str, Tokens], of_newer: dict[str, list[Ties]]) -> dict[str, list[TextPair]]:
-    """Returns the pairs of texts of each kind. `of_newer` has the near-ties of the newer texts under the older weights."""
+    """Returns the pairs of an older and a newer text, by kind of requests.
+
+    `of_newer` has the near-ties of the newer texts under the older weights.
+    """
     return {
         kind: [
             TextPair(np.array(a, np.int32), np.array(b, np.int32), *ties)
@@ -209,7 +230,10 @@ def pairs_of(older: Decoded, newer: dict[str, Tokens], of_newer: dict[str, list[
 
 
 def partings(pairs: Sequence[TextPair]) -> dict[str, Any]:
-    """Returns where texts part, as figures of their first flips and the number of all flips."""
+    """Returns figures of the positions at which the texts of each pair part, and the number of flips.
+
+    A flip is a position of the newer text at which the older weights sample another token. The texts part at the first one.
+    """
     parted = [(pair, pair.flips[0]) for pair in pairs if pair.flips]
     gaps = [pair.of_newer.gap_P for pair in pairs]
     ranks = [
@@ -230,14 +254,20 @@ def partings(pairs: Sequence[TextPair]) -> dict[str, Any]:
 
 
 def branched(pairs: Sequence[TextPair], flips: FlipModel) -> dict[str, Any]:
-    """Returns what branches foresee, by their number per text and for "best first", and the flip model's scale in nats."""
+    """Returns how much of the newer texts is drafted right with branches, and the scale of the flip model in nats.
+
+    There are figures for each number of branches per text, and for "best first".
+    """
     followed = {str(n): [num_followed([pair], flips, n, 1 + n)[0] for pair in pairs] for n in NUM_BRANCHES}
     followed[BEST_FIRST] = num_followed(pairs, flips, NUM_BRANCHES[-1], MOST_PATHS)
     return {"scale": flips.scale, "branches": {name: foreseen(pairs, numbers) for name, numbers in followed.items()}}
 
 
 def foreseen(pairs: Sequence[TextPair], followed: Sequence[int]) -> dict[str, Any]:
-    """Returns how much of the newer texts is drafted right if branches follow that many flips of each."""
+    """Returns how much of the newer texts is drafted right by texts of older weights with branches.
+
+    `followed` says for each pair how many flips, from the first on, have a branch that begins with the newer text's token.
+    """
     drafted = [pair.drafted_N(number) for pair, number in zip(pairs, followed, strict=True)]
     total = sum(map(len, drafted))
     return {
@@ -250,7 +280,7 @@ def foreseen(pairs: Sequence[TextPair], followed: Sequence[int]) -> dict[str, An
 
 
 def main() -> int:
-    """Prints two tables and writes their rows to DIR/ahead.json, with a picture."""
+    """Runs the bench. Prints two tables, and writes `ahead.json` and `ahead.png` into the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rates", default="1e-6,5e-6,2e-5,1e-4")
     parser.add_argument("--lengths", default="256,768,2048")
@@ -276,7 +306,7 @@ def main() -> int:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the table of how long texts stay equal."""
+    """Returns a table of how long texts of older and newer weights stay equal."""
     values = {
         "lr": lambda row: f"{row['rate']:.0e}",
         "updates": lambda row: f"{row['older']} to {row['newer']}",
@@ -296,7 +326,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def branch_table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the table of where texts part, and of what branches foresee."""
+    """Returns a table of the positions at which texts part, and of the tokens that branches draft right."""
     values = {
         "lr": lambda row: f"{row['rate']:.0e}",
         "updates": lambda row: f"{row['older']} to {row['newer']}",
@@ -322,7 +352,7 @@ def _right(name: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Returns ranks from 1 on, in ascending order."""
+    """Returns ranks in ascending order, as text for a table cell. `ranks` begin at 0, and those in the text begin at 1."""
     return " ".join(str(1 + rank) for rank in sorted(ranks)) or "-"
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes how much of a new text is foreseen by a text of older weights with branches at its near-ties. Needs no engine.
+"""Computes how much of a newer text is drafted right by an older text with branches at its near-ties. Needs no engine.
 
-Older weights would sample some token after each beginning of the *new* text, and noise depends on the position alone. The
-update has changed the text exactly where that token differs from the new text's. A branch that begins with the new token at
-such a place continues like the new text up to the next such place. So no branch has to be decoded.
+The older text is sampled by weights before an update, and the newer text by those after it. A forward pass of the older
+weights over the *newer* text tells which token they would sample at each position. Where this is not the newer text's token,
+the update has changed the token. Such a position is called a flip. A branch that begins with the newer text's token at a flip
+continues like the newer text up to the next flip, because both have the same noise at the same position. So no branch has to
+be decoded.
 
 Shapes: P tokens of the older text, N tokens of the newer one.
 """
@@ -39,28 +41,32 @@ class TextPair:
 
     @cached_property
     def flips(self) -> list[int]:
-        """Returns the positions at which older weights sample another token after the same beginning of the newer text."""
+        """Returns the positions at which older weights sample another token than the newer text has there."""
         return list(np.flatnonzero(self.of_newer.token_P != self.newer_N).tolist())
 
     @property
     def parting(self) -> int | None:
-        """Returns the position of the first flip, where the two texts part, or None if they do not."""
+        """Returns the position of the first flip, where the two texts part, or None if there is no flip."""
         return self.flips[0] if self.flips else None
 
     @property
     def compared_P(self) -> Array:
-        """Returns the gaps of the positions whose token is known under both weights, up to the first flip."""
+        """Returns the score gaps at the positions up to and with the first flip.
+
+        Up to there both texts have the same prefix.
+        """
         return self.of_newer.gap_P[: None if self.parting is None else self.parting + 1]
 
     def flips_to_runner_up(self, flips: Sequence[int]) -> int:
-        """Returns the number of these flips whose new token is the runner-up."""
+        """Returns at how many of the positions `flips` the newer text has the runner-up of the older weights."""
         return int((self.of_newer.runner_up_P[flips] == self.newer_N[flips]).sum()) if flips else 0
 
     def drafted_N(self, num_flips: int) -> Array:
-        """Returns for each token of the newer text whether it is drafted right if branches follow its first `num_flips` flips.
+        """Returns which tokens of the newer text are drafted right, bool [N], if branches follow its first `num_flips` flips.
 
-        The token of a flip is not, because a request follows its path until a token shows that another path is right. After a
-        flip without a branch, a token is right where the older text has the same token at the same position.
+        The token of a flip itself is not drafted right, because a request follows one path until a token shows that another
+        path is right. After the first flip without a branch, a token is right if the older text has the same token at the same
+        position.
         """
         right_N = np.zeros(len(self.newer_N), bool)
         first = self.flips[num_flips] if num_flips < len(self.flips) else len(self.newer_N)
@@ -71,11 +77,12 @@ class TextPair:
         return right_N
 
     def after(self, position: int, num_flips: int) -> tuple[Array, list[int]]:
-        """Returns gaps and runners-up of a branch after `position`.
+        """Returns the score gaps and the runners-up of the tokens of a branch after `position`.
 
-        The branch equals the newer text up to the flip of number `num_flips`. Its later tokens are not known without decoding,
-        so the older text's ties replace its own, which matters only for which other branches get a slot. A branch that the
-        newer text does not take (`num_flips` is -1) has no token in common with it, and is treated in the same way.
+        Up to flip number `num_flips`, the branch equals the newer text, and so do its gaps and runners-up. Those of later
+        tokens are unknown, because the branch is not decoded, so they are replaced by those of the older text. This affects
+        only which other branches are chosen. If the newer text does not take the branch, `num_flips` is -1, and all values are
+        those of the older text.
         """
         known = position + 1
         if num_flips >= 0:
@@ -87,10 +94,10 @@ class TextPair:
 
 
 def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int, most_paths: int) -> list[int]:
-    """Returns how many flips of each newer text, from the first on, have a branch that begins with the new token.
+    """Returns for each pair how many flips, from the first on, have a branch that begins with the newer text's token.
 
-    In each of `num_branches` rounds as many branches are chosen as there are texts, and are known wholly before the next.
-    `most_paths` bounds the paths of a text, the text itself included.
+    Branches are chosen in `num_branches` rounds. A round chooses as many branches as there are pairs, and the next round knows
+    all gaps of these branches. `most_paths` bounds the number of paths of a text, which are the text itself and its branches.
     """
     choice = BranchChoice(flips, most_paths)
     followed = [0] * len(pairs)
@@ -114,7 +121,10 @@ def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int,
 
 
 def num_steps(drafted_N: Array, k: int) -> int:
-    """Returns the number of steps for a text of which these tokens are drafted right, with up to `k` drafts per step."""
+    """Returns the number of engine steps that make a text of which the tokens `drafted_N` are drafted right.
+
+    Each step verifies up to `k` draft tokens.
+    """
     at = steps = 0
     while at < len(drafted_N):
         wrong = np.flatnonzero(~drafted_N[at : at + k])
@@ -124,5 +134,5 @@ def num_steps(drafted_N: Array, k: int) -> int:
 
 
 def learn(flips: FlipModel, pairs: Sequence[TextPair]) -> None:
-    """Lets a model learn from an update. `pairs` are the texts before and after it."""
+    """Lets a flip model learn from an update of the weights. `pairs` has the texts of the weights before and after it."""
     flips.observe(np.concatenate([pair.compared_P for pair in pairs]), sum(bool(pair.flips) for pair in pairs))

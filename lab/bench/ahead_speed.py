@@ -3,7 +3,7 @@
 
     python -m lab.bench.ahead_speed CONFIG --out DIR [--rounds 4] [--ways plain run_ahead] [--updated] [key=value ...]
 
-CONFIG is one of the local runner. The engines of all ways take turns with the same requests:
+CONFIG is a config of the local runner. The engines of all ways take turns with the same requests:
   plain      has no drafters.
   text       has text drafters.
   no_texts   also has `run_ahead`, but its requests come without texts.
@@ -12,7 +12,7 @@ CONFIG is one of the local runner. The engines of all ways take turns with the s
 The texts of the last way are the responses of `plain`, so all of their tokens are right. With `--updated` the policy takes a
 step of GRPO first, and the older weights make the texts and their branches. A batch drains, or it is constant, and then all
 responses have the same length. What is possible is computed from the step times that the engine of `run_ahead` has measured.
-It assumes that all drafts are right, and that each step verifies the number of them that makes the most tokens per second.
+It assumes that all drafts are right, and that each engine step verifies as many of them as make the most tokens per second.
 """
 
 import statistics
@@ -52,28 +52,28 @@ BLOCKS = {
 }
 SLICE_S = 1.0
 DRAINING = 0
-"""Workload whose batch drains. Other numbers are requests of a constant batch."""
+"""The value of `--batches` for a batch that drains. Any other value is the number of requests of a constant batch."""
 LENGTH = 256
-"""Tokens of each response in a constant batch."""
+"""Number of tokens of each response in a constant batch."""
 WARM_UP_ROUNDS = 1
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a rollout, and its responses."""
+    """The seconds of a rollout, and its responses."""
 
     seconds: float
     rollouts: list[Rollout]
     num_steps: int = 0
-    """Engine steps."""
+    """Number of engine steps."""
     num_early: int = 0
-    """Tokens that were made for coming requests during the rollout."""
+    """Number of tokens of the next step's requests that the engine made during the rollout."""
     delay_s: float = 0.0
-    """Seconds that these tokens have cost the rollout by the measured prices."""
+    """Seconds by which making these `num_early` tokens made the rollout longer, estimated from measured step times."""
 
 
 class AheadSpeed:
-    """Owns the engines."""
+    """Runs the bench. Owns the engines, one for each way."""
 
     def __init__(self, config: RunConfig, ways: Sequence[str], weights: Sequence[Weights] = ()) -> None:
         """Starts the engines. The first of `weights` makes the texts, and the second makes the responses.
@@ -95,7 +95,10 @@ class AheadSpeed:
         self._rolling = {way: self._engines[way].rolling() for way in (BESIDE, AHEAD) if way in ways}
 
     def round(self, batch: int) -> dict[str, Timed]:
-        """Rolls out new requests in each engine. Steps are never repeated, because drafters would remember the responses."""
+        """Rolls out new requests in the engine of each way, and returns the measurements by way.
+
+        `batch` is `DRAINING` or the number of requests. Every round has other requests, because drafters remember responses.
+        """
         requests = self._requests(self._step, batch)
         self._step += 1
         brought = self._with_older_texts(requests) if AHEAD in self._engines and self._weights else requests
@@ -115,7 +118,10 @@ class AheadSpeed:
         return timed
 
     def _beside(self, requests: Sequence[RolloutRequest], coming: Sequence[RolloutRequest]) -> Timed:
-        """Rolls out while coming requests may use free slots. Drops the texts that they make."""
+        """Times a rollout in the engine of `BESIDE`, which may decode the requests `coming` in free slots.
+
+        The texts of the coming requests are dropped.
+        """
         self._rolling[BESIDE].plan(self._early(coming), FlipModel().scale, 1.0)
         timed = self._roll_out(BESIDE, requests)
         figures = self._rolling[BESIDE].end(keeps_cache=True).figures
@@ -130,7 +136,7 @@ class AheadSpeed:
         return [EarlyRow(r.prompt_token_ids, AheadRequest(r, r.noise_seed(seed))) for r in requests]
 
     def _with_older_texts(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-        """Returns the requests with the texts and branches that the older weights make of them."""
+        """Returns the requests with the texts and branches that the older weights make for them."""
         engine = self._engines[AHEAD]
         rolling = self._rolling[AHEAD]
         engine.load_weights(self._weights[0].items())
@@ -150,13 +156,17 @@ class AheadSpeed:
         return Timed(time.perf_counter() - started, rollouts, engine.num_steps - num_steps)
 
     def possible(self, lengths: Sequence[int]) -> float:
-        """Returns the time of plain decoding divided by that of verifying right drafts, both by the measured step times."""
+        """Returns how many times as fast as plain decoding a rollout is if all drafts are right.
+
+        `lengths` are those of the responses. Both times are predicted from the step times that the engine of `AHEAD` has
+        measured.
+        """
         costs = self._engines[AHEAD].run_in_worker(lambda worker: worker.specrollout_router.policy.costs)
         most = BLOCKS[AHEAD].most_drafts
         return drained_s(costs, lengths, 0) / drained_s(costs, lengths, most)
 
     def close(self) -> None:
-        """Ends the engines."""
+        """Ends all engines."""
         for engine in reversed(self._engines.values()):
             engine.close()
 
@@ -164,7 +174,8 @@ class AheadSpeed:
 def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
     """Returns the predicted seconds in which responses of these lengths are decoded, if all drafts are right.
 
-    A step verifies up to k drafts of every request, with the k from 0 to `most` that gives the most tokens per second.
+    An engine step verifies up to k drafts of every request, where k from 0 to `most` is the number that gives the most tokens
+    per second.
     """
     left = np.array(lengths)
     seconds = 0.0
@@ -182,7 +193,10 @@ def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
 
 
 def row_of(batch: int, rounds: Sequence[dict[str, Timed]], possible: Sequence[float]) -> dict[str, Any]:
-    """Returns the figures of a workload: seconds, and ratios of seconds as medians over rounds."""
+    """Returns the row of a workload, with the seconds of each way and with ratios of seconds as medians over rounds.
+
+    `batch` is the workload's value in `--batches`. `possible` has the result of `AheadSpeed.possible` for each round.
+    """
     texts = [{way: [x.token_ids for x in timed.rollouts] for way, timed in r.items()} for r in rounds]
     first = next(iter(rounds[0]))
     return {
@@ -202,7 +216,7 @@ def row_of(batch: int, rounds: Sequence[dict[str, Timed]], possible: Sequence[fl
 
 
 def ratio(rounds: Sequence[dict[str, Timed]], way: str, other: str) -> float | None:
-    """Returns the time of a way divided by that of another, the median over rounds, or None if either was not measured."""
+    """Returns the median over rounds of the seconds of `way` divided by those of `other`, or None if one was not measured."""
     if {way, other} <= rounds[0].keys():
         return statistics.median(r[way].seconds / r[other].seconds for r in rounds)
     return None
@@ -215,11 +229,11 @@ _COLUMNS = {
     "idle over text": "idle",
     "beside over idle": "delay",
 }
-"""Key of each ratio by its heading."""
+"""The headings of the columns that show ratios, with the key of each ratio in a row."""
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the table of the bench's rows."""
+    """Returns a table with a line for each workload, from the rows of `row_of`."""
     table = new_table("texts made ahead: ratios of rollout times, and the seconds of the first way")
     for name in ("batch", "tokens", "seconds", *_COLUMNS, "equal"):
         table.add_column(name, justify="right")
@@ -231,7 +245,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    """Prints a table, and writes its rows to DIR/ahead_speed.json."""
+    """Runs the bench. Prints a table, and writes its rows to `ahead_speed.json` in the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batches", default="0,1,4,8", help="0 for a batch that drains")

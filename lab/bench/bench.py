@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the bench, which times every way of rolling out the same requests in turns.
+"""Runs the bench, which compares the times in which different ways of rolling out decode the same requests.
 
-All rows sample with the same noise and so make the same tokens, except for vLLM's own speculation at a temperature above 0.
-Rows are compared by seconds per token. Within a round the rows take turns of about a fifth of a second. Speedups are computed
-per round.
+Each way is a row of the bench. All rows sample with the same noise, so they make the same tokens, except for vLLM's own
+speculation at a temperature above 0. Rows are compared by seconds per token. Within a round the rows take turns of about a
+fifth of a second. A speedup is the median of the speedups within each round.
 """
 
 import itertools
@@ -34,16 +34,21 @@ from nemo_specrollout.storage.files import write_atomically
 
 # Rounds that only warm up, in which kernels compile and engines learn what steps cost.
 WARM_UP_ROUNDS = 1
-# Factors of `num_rounds` for the worst case. It costs about one per cent, but single rounds, above all short ones, vary more.
+# The comparison with a drafter that is always wrong has this many times `num_rounds` rounds. Such a drafter costs about one
+# per cent, but the time of a single round varies more, above all that of a short one.
 USELESS_ROUNDS, USELESS_ROUNDS_OF_FEW, FEW = 4, 8, 16
-# Requests of a round with a constant batch. The end of the round, when nothing replaces ended requests, does not count.
+# A round with a constant batch has this many full batches, and at least this many requests. The end of the round, when no new
+# requests replace those that have ended, does not count.
 FULL_BATCHES, FEWEST_REQUESTS = 2, 4
 # Columns of a table that goes into a file.
 WIDTH_OF_LOGS = 132
 
 
 class BenchReport:
-    """Writes `bench*.json` and pictures, and prints the tables, each as soon as possible, because a bench takes long."""
+    """Writes `bench*.json` and charts, and prints tables.
+
+    Each appears as soon as it is complete, because a bench takes long.
+    """
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config = config
@@ -52,10 +57,10 @@ class BenchReport:
         self._out.mkdir(parents=True, exist_ok=True)
         _set_aside(self._out)
         self.rows: list[Figures] = []
-        """The rows of `bench.json`, of all workloads so far."""
+        """The rows of `bench.json` for all workloads so far."""
 
     def draining(self, name: str, groups: Sequence[Sequence[Entrant]]) -> None:
-        """Reports a workload whose rounds all rows have played."""
+        """Reports a workload whose rounds all rows have played. `groups` has the entrants with their measurements."""
         found = figures_of(groups)
         self.rows += [{"workload": name, **row} for row in found]
         self._write("bench.json", self.rows)
@@ -63,12 +68,12 @@ class BenchReport:
         self.console.print(f"workload: {name}", style="bold")
         self.console.print(rollout_table(found))
         self.console.print(running_table(found))
-        # Ours is compared with the plain row that it took turns with, because the machine's speed changes between groups.
+        # Our row is compared with the plain row of its own group, because the machine's speed changes between groups.
         for line in sentences(found, group_with(OURS, groups)):
             self.console.print(line)
 
     def constant(self, groups: Mapping[int, Sequence[Sequence[Entrant]]]) -> None:
-        """Reports constant batches whose rounds all rows have played."""
+        """Reports the constant batches after all rows have played them. `groups` has the entrants by size of the batch."""
         found = constant_rows(groups)
         self._write("bench_constant.json", found)
         running_chart(found, self._out / "bench_constant.png")
@@ -76,12 +81,12 @@ class BenchReport:
         self.console.print(constant_table(found))
 
     def acceptance(self, rows: list[Figures]) -> None:
-        """Reports the drafters' acceptance by position."""
+        """Reports the acceptance by draft position. `rows` are those of `measure_acceptance_table`."""
         self._write("bench_acceptance.json", rows)
         self.console.print(acceptance_table(rows))
 
     def useless(self, rows: list[Figures]) -> None:
-        """Reports the comparison of plain decoding with a drafter that is always wrong."""
+        """Reports the rows of `measure_useless_drafters`, which compare plain decoding with a drafter that is always wrong."""
         self._write("bench_useless.json", rows)
         self.console.print(useless_table(rows))
 
@@ -90,7 +95,7 @@ class BenchReport:
 
 
 def run_bench(config: RunConfig) -> list[Figures]:
-    """Measures, writes `bench*.json` and pictures, and prints the tables. Returns the rows of all workloads."""
+    """Runs the whole bench. Writes `bench*.json` and charts, prints the tables, and returns the rows of all workloads."""
     out = Path(config.logger.log_dir)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -108,7 +113,10 @@ def run_bench(config: RunConfig) -> list[Figures]:
 
 
 def measure_rows(config: RunConfig, report: BenchReport) -> None:
-    """Plays all rounds of all rows, one group of rows after the other. Tells `report` when the last group is done."""
+    """Plays all rounds of all workloads and constant batches, with one group of rows after another.
+
+    Passes the measurements of a workload to `report` when the last group has played it.
+    """
     bench = config.bench
     workloads = config.workloads
     draining: dict[str, list[list[Entrant]]] = {name: [] for name in workloads}
@@ -140,7 +148,10 @@ def measure_rows(config: RunConfig, report: BenchReport) -> None:
 
 @contextmanager
 def counted(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function that counts finished work, of `total`, and shows its name in a bar or in a line of a log."""
+    """Shows progress on the console. Yields a function that counts one of `total` pieces of work as done, given its name.
+
+    A terminal shows a bar, and a log gets a line for each piece of work.
+    """
     with progress_bar(console) as bar:
         task = bar.add_task("rounds", total=total)
 
@@ -153,7 +164,10 @@ def counted(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[Figures]:
-    """Returns a row for each constant batch and row of the bench. Counts only tokens made while the batch was nearly full."""
+    """Returns the figures of each row of the bench at each size of a constant batch.
+
+    Only tokens made while the batch was nearly full count.
+    """
     found = []
     for batch, groups in constant.items():
         for row in figures_of(groups):
@@ -164,7 +178,10 @@ def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[F
 
 
 def measure_useless_drafters(config: RunConfig, console: Console) -> list[Figures]:
-    """Measures the cost of speculation where it cannot pay, by plain and an always wrong drafter at several batch sizes."""
+    """Measures what speculation costs where it cannot pay.
+
+    Compares plain decoding with a drafter that is always wrong. Returns a row for each of the config's batch sizes.
+    """
     plain = plain_row(config)
     block = replace(plain.generation.specrollout, drafters=(RandomDrafterConfig(),), budget=BudgetConfig("auto"))
     useless = BenchRow("useless", OURS, replace(plain.generation, specrollout=block))
@@ -185,25 +202,31 @@ def measure_useless_drafters(config: RunConfig, console: Console) -> list[Figure
 
 
 def _requests_of(config: RunConfig) -> Iterator[list[RolloutRequest]]:
-    """Yields the requests of one round after the other."""
+    """Yields the requests of each round, without end."""
     task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
     for index in itertools.count():
         yield step_prompts(config, index, task).requests
 
 
 def request_stream(config: RunConfig) -> Iterator[RolloutRequest]:
-    """Yields requests for constant batches without end. None repeats, because drafters remember the text of a request."""
+    """Yields requests for constant batches without end. No request is repeated, because drafters remember its text."""
     grpo = replace(config.grpo, seed=config.grpo.seed + 1)  # Other prompts than the rounds of a workload.
     return itertools.chain.from_iterable(_requests_of(replace(config, grpo=grpo)))
 
 
 def take_batch(stream: Iterator[RolloutRequest], batch: int) -> list[RolloutRequest]:
-    """Returns the requests of the next round that keeps `batch` requests running, `FULL_BATCHES` times as many."""
+    """Returns the requests of the next round in which `batch` requests run at a time.
+
+    The round has `batch` times `FULL_BATCHES` requests, but at least `FEWEST_REQUESTS`.
+    """
     return list(itertools.islice(stream, max(FULL_BATCHES * batch, FEWEST_REQUESTS)))
 
 
 def _set_aside(folder: Path) -> None:
-    """Renames the files of an earlier bench, such as "bench.json" to "bench.1.json" or the next free number."""
+    """Renames the files of an earlier bench.
+
+    For example, "bench.json" becomes "bench.1.json", or gets the next free number.
+    """
     for path in [p for p in folder.glob("bench*") if p.suffix in (".json", ".png", ".svg") and "." not in p.stem]:
         numbered = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
         path.rename(next(p for p in numbered if not p.exists()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws charts of benchmarks, such as the speedup over plain decoding by row and by running requests, as PNG and SVG."""
+"""Draws charts of benchmark figures, for example of speedups over plain decoding, and saves them as PNG and SVG."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,25 +22,32 @@ SILVER = "#8c959f"
 
 
 def bench_chart(rows: Sequence[Record], path: Path) -> None:
-    """Saves the speedup over plain of each row of a `bench.json` as PNG and as SVG, whatever suffix `path` has."""
+    """Saves a chart of the speedup over plain decoding of each row of a `bench.json`, as PNG and SVG.
+
+    Both files get the name of `path`, but their own suffixes.
+    """
     _save(path, (8.0, 0.9 + 0.3 * len(rows)), lambda figure: _draw_bench(figure.subplots(), rows))
 
 
 def running_chart(rows: Sequence[Record], path: Path) -> None:
-    """Saves the speedup over plain by running requests, a line for each mode of a `bench_constant.json`, as PNG and SVG."""
+    """Saves a chart of the speedup over plain decoding by number of running requests, as PNG and SVG.
+
+    `rows` are those of a `bench_constant.json`. Each of their modes gets a line.
+    """
     _save(path, (8.0, 4.2), lambda figure: _draw_running(figure.subplots(), rows))
 
 
 def throughput_chart(rows: Sequence[Record], path: Path) -> None:
-    """Saves the tokens a second by running requests as PNG and SVG: plain, the best of vLLM's own modes at each batch, ours.
+    """Saves a chart of tokens per second by number of running requests, as PNG and SVG.
 
-    `rows` are those of a `bench_constant.json`.
+    `rows` are those of a `bench_constant.json`. The chart has three lines, which are plain decoding, the best of vLLM's own
+    modes at each batch size, and this package.
     """
     _save(path, (9.0, 2.6), lambda figure: _draw_throughput(figure.subplots(), rows))
 
 
 def _save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) -> None:
-    """Saves what `draw` draws as PNG and as SVG."""
+    """Saves the figure that `draw` draws, as PNG and SVG."""
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
         figure = Figure(size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -81,7 +88,7 @@ def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
 
 
 def _draw_running(ax: Axes, rows: Sequence[Record]) -> None:
-    """Draws our modes in colours and the others in grey, each with its label at the right end."""
+    """Draws our modes in colours and the others in grey. Each line has its label at the right end."""
     modes = [m for m in dict.fromkeys(str(r["mode"]) for r in rows) if m != "plain"]
     own = [m for m in modes if m.startswith("ours")]
     batches = sorted({int(r["batch"]) for r in rows})
@@ -101,14 +108,14 @@ def _draw_running(ax: Axes, rows: Sequence[Record]) -> None:
 
 
 def _count_requests(ax: Axes, batches: Sequence[int]) -> None:
-    """Gives the horizontal axis, numbers of requests, a tick for each batch. They double, so the axis is logarithmic."""
+    """Gives the horizontal axis a tick for each number of requests. The axis is logarithmic, because the numbers double."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, [str(batch) for batch in batches])
     ax.minorticks_off()
 
 
 def _draw_throughput(ax: Axes, rows: Sequence[Record]) -> None:
-    """Draws three curves, each with its label at the right end, and our speedup over plain at each point of ours."""
+    """Draws three curves with labels at their right ends, and writes our speedup over plain decoding at each of our points."""
     curves = {
         "plain decoding": ("plain", SILVER),
         "vLLM's best method": ("vLLM", INK),
@@ -135,7 +142,7 @@ def _draw_throughput(ax: Axes, rows: Sequence[Record]) -> None:
 
 
 def _equality(row: Record) -> tuple[str, str]:
-    """Returns text and colour for a row's equality with plain decoding."""
+    """Returns the text that says how many of a row's tokens equal plain decoding's, and the colour of the text."""
     equal = number(row, "tokens_equal")
     total = number(row, "tokens_total")
     if not math.isfinite(equal + total):
@@ -148,9 +155,10 @@ def _bench_colour(row: Record) -> str:
 
 
 def ahead_chart(rows: Sequence[Record], path: Path) -> None:
-    """Saves how long free texts of older weights stay the newer weights' own, by size of the update, as PNG and SVG.
+    """Saves a chart of how long free texts of older weights equal the newer weights' own texts, as PNG and SVG.
 
-    A last panel shows the share of tokens that texts with branches at their near-ties have right.
+    There is a line for each learning rate, which is the size of the update. A last panel shows the share of tokens that are
+    drafted right by texts with branches at their near-ties. `rows` are those of `lab/bench/ahead_bench.py`.
     """
     longest = max(row["length"] for row in rows if row["kind"] == "free text")
     whole = [row for row in rows if row["kind"] == "free text" and row["length"] == longest]
@@ -158,7 +166,7 @@ def ahead_chart(rows: Sequence[Record], path: Path) -> None:
 
 
 def _draw_ahead(figure: Figure, rows: Sequence[Record]) -> None:
-    """Draws a panel for each age of the texts, and one for branches."""
+    """Draws one panel for texts made one update ago, one for texts made two updates ago, and one for branches."""
     *equal, branches = figure.subplots(1, 3, sharey=True)
     for ax, age in zip(equal, (1, 2), strict=True):
         _draw_equal(ax, [row for row in rows if row["newer"] - row["older"] == age])
@@ -168,7 +176,10 @@ def _draw_ahead(figure: Figure, rows: Sequence[Record]) -> None:
 
 
 def _draw_branches(ax: Axes, rows: Sequence[Record]) -> None:
-    """Draws the share of tokens drafted right by branches per text, after the second update and after both at once."""
+    """Draws the share of tokens drafted right by number of branches per text.
+
+    Solid lines are for texts from before the second update, and dotted lines for texts from before both updates.
+    """
     labels = []
     for index, rate in enumerate(sorted({row["rate"] for row in rows})):
         colour = drafter_colour(index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that the commands of the benches share: their arguments, and the file of their figures."""
+"""What the commands of the benches share, which is how they parse their arguments and write their figures."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from nemo_specrollout.storage.files import write_atomically
 
 
 def bench_parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of CONFIG, overrides of the config, and `--out`."""
+    """Returns a parser with the arguments CONFIG, overrides of the config (`key=value`), and `--out`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -19,6 +19,6 @@ def bench_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_facts(path: Path, facts: Any) -> None:
-    """Writes figures as JSON and makes the folder if it is missing."""
+    """Writes figures to a JSON file. Makes its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(facts, indent=1) + "\n")

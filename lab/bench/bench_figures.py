@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the rows of `bench.json` from the rounds of a bench. Compares seconds per token, round by round.
+"""Computes the rows of `bench.json` from the rounds of a bench, by comparing seconds per token within each round.
 
-Shapes: N bins of running requests.
+Shapes: N bins by number of running requests.
 """
 
 import statistics
@@ -17,16 +17,18 @@ from lab.local.statistics import RolloutStats
 from lab.local.traces import column
 
 Figures = dict[str, Any]
-# A batch counts as full from this share of the most requests on.
+# A batch counts as full if it has more than this share of the largest number of requests.
 FULL = 0.75
 FEWEST_TOKENS = 32
-"""Fewest tokens that a row must make in a bin and a round before its speed there counts. With fewer, one step decides it."""
+"""A row's speed in a bin counts for a round only if the row made at least this many tokens there. With fewer tokens, a single
+engine step could decide the speed."""
 
 
 def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
-    """Returns the rows of `bench.json`. Rows of ours are also compared with the best fixed row.
+    """Returns the rows of `bench.json`.
 
-    Each group of entrants took turns, and has a `plain` of its own, which its other rows are compared with.
+    The entrants of a group took turns. Each group has a `plain` of its own, with which its other rows are compared. Our own
+    rows are also compared with the fastest row that has a fixed method and number of drafts.
     """
     rows = []
     speedups = {}
@@ -48,7 +50,7 @@ def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
 
 
 def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
-    """Returns a row of `bench.json`."""
+    """Returns the row of `bench.json` for `entrant`, whose speed is compared with that of `plain`."""
     stats = [r.stats for r in entrant.rounds]
     seconds = sum(s.seconds for s in stats)
     tokens = sum(s.num_tokens for s in stats)
@@ -71,13 +73,13 @@ def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
 
 
 def best_fixed(rows: Sequence[Figures]) -> Figures | None:
-    """Returns the fastest row, by seconds per token, with a fixed method and number of drafts, or None without such a row."""
+    """Returns the row with the highest speedup among those with a fixed method and number of drafts, or None if none has."""
     fixed = [row for row in rows if row["kind"] == FIXED]
     return max(fixed, key=lambda row: row["speedup_vs_plain"]) if fixed else None
 
 
 def best_by_running(rows: Sequence[Figures]) -> dict[str, Figures]:
-    """Returns the fastest row of each bin in which tokens were generated, by the label of the bin."""
+    """Returns the fastest row in each bin of running requests, by the bin's label. Leaves out bins without tokens."""
     winners = {}
     for i, label in enumerate(LABELS):
         known = [row for row in rows if row["by_running"][i]["speedup_vs_plain"] is not None]
@@ -87,20 +89,24 @@ def best_by_running(rows: Sequence[Figures]) -> dict[str, Figures]:
 
 
 def estimate_errors(ours: Sequence[RolloutStats], plain: Sequence[RolloutStats]) -> list[float]:
-    """Returns each round's relative error of the plain time that ours estimates while it speculates."""
+    """Returns for each round the relative error of an estimate of plain decoding's time.
+
+    An engine of ours makes this estimate while it speculates. `plain` has the measured times.
+    """
     pairs = zip(ours, plain, strict=True)
     return [s.plain_estimate_s / p.seconds - 1 for s, p in pairs if s.plain_estimate_s]
 
 
 def host_share(stats: Sequence[RolloutStats]) -> float:
-    """Returns our host time as a share of the rollout."""
+    """Returns the time of our own work on the host as a share of the rollouts' time."""
     return sum(s.host_s for s in stats) / sum(s.seconds for s in stats)
 
 
 def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, float]:
-    """Returns our host time as a share of the rollout and of full decode steps, and the fewest requests of a full step.
+    """Returns our host time as a share of the rollouts and of full decode steps, and the fewest requests of a full step.
 
-    A step is full if it has nearly as many requests as there ever are. The second share is None without such a step.
+    An engine step is full if it has nearly as many requests as the step with the most. The second share is None if no decode
+    step is full.
     """
     share = host_share(stats)
     requests, seconds, is_decode, host_s = (
@@ -124,14 +130,14 @@ def _token_s(stats: RolloutStats) -> float:
 
 
 def _spread(name: str, ratios: Sequence[float], median_name: str = "") -> Figures:
-    """Returns median, least and greatest ratio, by name."""
+    """Returns the median, the least and the greatest of `ratios`, as figures whose names are derived from `name`."""
     return {median_name or name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
 
 
 def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> list[Figures]:
-    """Returns for each bin the seconds and tokens of all rounds, tokens per second, and the median speedup over plain.
+    """Returns for each bin of running requests its seconds and tokens in all rounds, tokens per second, and median speedup.
 
-    The speedup is None if no round had `FEWEST_TOKENS` of both.
+    The speedup is over plain decoding. It is None if there is no round in which both have at least `FEWEST_TOKENS` in the bin.
     """
     found = []
     for i, label in enumerate(LABELS):

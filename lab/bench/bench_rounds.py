@@ -23,7 +23,10 @@ MIN_TURN_S = 0.2
 
 @dataclass
 class Entrant:
-    """A row of the bench, with its engine and its measurements, round by round. Tokens are compared with plain's."""
+    """A row of the bench, with its engine and the measurements of its rounds.
+
+    Its tokens are compared with plain decoding's.
+    """
 
     row: BenchRow
     engine: RolloutEngine
@@ -33,7 +36,7 @@ class Entrant:
     tokens_total: int = 0
 
     def take(self) -> "Entrant":
-        """Returns the measurements so far and starts over without any."""
+        """Returns a copy with the measurements so far, and starts over without measurements."""
         measured = replace(self)
         self.rounds = []
         self.tokens_equal = 0
@@ -41,7 +44,10 @@ class Entrant:
         return measured
 
     def took(self, found: BinnedStats, plain: BinnedStats, *, keep: bool) -> None:
-        """Notes what a round took, which sets the length of the next round's turns. `keep` says if its figures count."""
+        """Notes what a round took, which sets the length of the next round's turns.
+
+        If `keep` is false, its figures do not count.
+        """
         self.turn_s = max(MIN_TURN_S, found.stats.seconds / TURNS)
         if keep:
             self.rounds.append(found)
@@ -52,7 +58,7 @@ class Entrant:
 
 @contextmanager
 def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entrant]]:
-    """Yields an engine for each row. Closes them in the end."""
+    """Yields an entrant with a new engine for each row. Closes the engines at the end."""
     model = Path(config.policy.model_name)
     entrants = []
     try:
@@ -68,9 +74,10 @@ def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entran
 def play_round(
     entrants: Sequence[Entrant], requests: Sequence[RolloutRequest], *, keep: bool, at_a_time: int | None = None
 ) -> None:
-    """Plays the same requests once with every entrant, in short turns.
+    """Lets all entrants roll out the same requests once, in short turns.
 
-    `at_a_time` is the largest number of requests of an entrant that run at once, or None for all.
+    `at_a_time` is the largest number of requests of an entrant that run at once, or None for all. If `keep` is false, the
+    round only warms up.
     """
     under_way = {e.row.name: BinnedRollout(e.engine, requests, at_a_time) for e in entrants}
     while not all(rollout.is_done for rollout in under_way.values()):
@@ -84,10 +91,10 @@ def play_round(
 
 
 def named(name: str, entrants: Sequence[Entrant]) -> Entrant | None:
-    """Returns the entrant of that name, or None if there is none."""
+    """Returns the entrant whose row has this name, or None if there is none."""
     return next((e for e in entrants if e.row.name == name), None)
 
 
 def group_with(name: str, groups: Sequence[Sequence[Entrant]]) -> Sequence[Entrant]:
-    """Returns the group that the entrant of that name took turns in, or the first group if there is no such entrant."""
+    """Returns the group with an entrant of this name, or the first group if there is no such entrant."""
     return next((group for group in groups if named(name, group) is not None), groups[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the rows of a bench, which are ways of rolling out, each with the generation config of its engine."""
+"""Makes the rows of a bench. A row is a way of rolling out, with the generation config of its engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from nemo_specrollout.generation.engine.arguments import TEXT_METHOD, native_con
 
 PLAIN, STOCK, OURS = "plain", "stock", "ours"
 FIXED = "fixed"
-"""The kind of a row with one method and one number of drafts, always on. The other kinds have the names of their rows."""
+"""The kind of a row that always drafts with one method and the same number of drafts. The other kinds are called like their
+rows."""
 # The rows that show what each kind of drafter is worth without the others.
 TEXT_ALONE, HEAD_ALONE, MODEL_ALONE = "ours, text drafters", "ours, head alone", "ours, draft model alone"
 # Matches have 2 to 5 tokens, as in the n-gram rows of the papers. vLLM's default needs 5 and finds almost nothing here.
@@ -36,12 +37,19 @@ class BenchRow:
 
     @property
     def has_plain_tokens(self) -> bool:
-        """Returns whether its tokens must be plain's. False only for rows in which vLLM's ratio test draws other tokens."""
+        """Returns whether the row must make the same tokens as plain decoding.
+
+        This is false only for vLLM's own speculation at a temperature above 0, because its rejection sampler draws other
+        tokens.
+        """
         return not self.is_vllms_own or self.generation.temperature == 0
 
 
 def bench_rows(config: RunConfig) -> list[BenchRow]:
-    """Returns the rows that a config requests. Raises ConfigError for the beginning of a name that no row has."""
+    """Returns the rows that the config requests in `bench.rows`, or all rows if this is empty.
+
+    An entry of `bench.rows` requests each row whose name begins with it. Raises ConfigError for an entry that requests no row.
+    """
     rows = list(_all_rows(config))
     wanted = config.bench.rows
     for prefix in wanted:
@@ -52,7 +60,10 @@ def bench_rows(config: RunConfig) -> list[BenchRow]:
 
 
 def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]:
-    """Returns the rows in groups of at most `at_a_time` (0: one group), with plain first in each."""
+    """Returns the rows in groups of at most `at_a_time` rows, each with plain decoding first.
+
+    If it is 0, there is one group.
+    """
     plain = next(row for row in rows if row.kind == PLAIN)
     others = [row for row in rows if row is not plain]
     if not at_a_time or len(rows) <= at_a_time:
@@ -61,7 +72,7 @@ def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]
 
 
 def plain_row(config: RunConfig) -> BenchRow:
-    """Returns the row of our worker without drafters, with which all other rows are compared."""
+    """Returns the row of our worker without drafters. All other rows are compared with it."""
     ours = config.policy.generation
     block = replace(ours.specrollout, enabled=True, drafters=(), draft_refresh=None, fastest_of_n=None)
     return BenchRow(PLAIN, PLAIN, replace(ours, vllm_kwargs=_without_speculation(ours), specrollout=block))
@@ -91,7 +102,7 @@ def _all_rows(config: RunConfig) -> Iterator[BenchRow]:
 
 
 def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: ModelDrafterConfig) -> Iterator[BenchRow]:
-    """Yields rows of ours with a part of its drafters, if there are model drafters and text drafters."""
+    """Yields a row of our text drafters alone and a row of our drafter with weights alone, if the config has both kinds."""
     text = tuple(d for d in block.drafters if isinstance(d, TextDrafterConfig))
     if not text:
         return
@@ -103,7 +114,7 @@ def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: Model
 
 
 def _fixed(name: str, base: BenchRow, speculative: dict[str, Any]) -> BenchRow:
-    """Returns `base` with vLLM's own speculation."""
+    """Returns a row like `base` in which vLLM's own speculation is on, with the options `speculative`."""
     kwargs = {**base.generation.vllm_kwargs, "speculative_config": speculative}
     return BenchRow(name, FIXED, replace(base.generation, vllm_kwargs=kwargs))
 

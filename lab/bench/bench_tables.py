@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tables of a bench, and sentences on what they do not show."""
+"""Makes the tables of a bench, and sentences about figures that the tables do not show."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lab.bench.running_bins import LABELS
 
 
 def rollout_table(rows: Sequence[Figures]) -> Table:
-    """Returns a table of all rows over whole rollouts."""
+    """Returns a table with the figures of each row over whole rollouts."""
     table = new_table("same requests, same noise, interleaved; vLLM's own speculation draws other samples")
     for name in ("mode", "seconds", "tokens/s", "steps", "tok/step", "speed over plain", "tokens equal"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
@@ -35,7 +35,7 @@ def rollout_table(rows: Sequence[Figures]) -> Table:
 
 
 def running_table(rows: Sequence[Figures]) -> Table:
-    """Returns a table of all rows by running requests."""
+    """Returns a table with the speed of each row by number of running requests."""
     winners = best_by_running(rows)
     table = new_table("by running requests: tokens a second, speed over plain; * is the best there")
     table.add_column("mode", no_wrap=True)
@@ -64,7 +64,7 @@ def constant_table(rows: Sequence[Figures]) -> Table:
 
 
 def useless_table(rows: Sequence[Figures]) -> Table:
-    """Returns the table of the cost of drafters that are always wrong."""
+    """Returns a table of the cost of drafters that are always wrong."""
     table = new_table("drafters that are always wrong")
     for name in ("batch", "speed over plain", "our host time", "tokens equal"):
         table.add_column(name, justify="right")
@@ -76,7 +76,7 @@ def useless_table(rows: Sequence[Figures]) -> Table:
 
 
 def sentences(rows: Sequence[Figures], entrants: Sequence[Entrant]) -> list[str]:
-    """Returns sentences on the best rows, our speed over the best fixed row, our host time, and the plain estimate."""
+    """Returns sentences about the best rows, the best fixed row, our host time, and our estimate of plain time."""
     winners = (
         f"{label}: {row['mode']} {row['by_running'][LABELS.index(label)]['speedup_vs_plain']:.2f}"
         for label, row in best_by_running(rows).items()
@@ -96,7 +96,7 @@ def sentences(rows: Sequence[Figures], entrants: Sequence[Entrant]) -> list[str]
 
 
 def _sentences_on(ours: Entrant, plain: Entrant) -> list[str]:
-    """Returns sentences on figures that only our rows have."""
+    """Returns sentences about our host time and about our estimate of plain decoding's time."""
     stats = [r.stats for r in ours.rounds]
     share, share_when_full, num_requests = host_shares(stats)
     line = f"our host time: {share:.2%} of the rollout"

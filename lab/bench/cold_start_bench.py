@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how soon drafters reach their full worth, in phases of a run that begins without any knowledge.
+"""Measures how soon drafters become as fast as they can be, in the first phases of a run that begins without any knowledge.
 
     python -m lab.bench.cold_start_bench CONFIG --out DIR [--batch 16] [--phases 3] [--rounds 1] [key=value ...]
 
-CONFIG is one of the local runner with an EAGLE-3 head and text drafters. Plain decoding, the text drafters, the head and all
-of them together take turns with the same requests, of which `--batch` run at once. At the beginning of each round the engines
-forget all that they have learned: step times, rates, contexts. They are warm otherwise, so that no kernel is compiled in a
-phase. Speeds are tokens per second while the batch is full, divided by plain's in the same phase and round. The median of the
-rounds counts. "Over" is the speed of all drafters divided by the best of the others.
+CONFIG is a config of the local runner with an EAGLE-3 head and text drafters. Four engines take turns with the same requests,
+of which `--batch` run at once. One decodes plainly, one has the text drafters alone, one has the head alone, and one has all
+of them together. At the beginning of each round the engines forget all that they have learned, such as step times, acceptance
+rates and texts. Their kernels stay compiled. A speed is the tokens per second while the batch is full, divided by that of
+plain decoding in the same phase and round. The table has the medians over the rounds. "Over" is the speed of all drafters
+together divided by the best speed of the other engines.
 """
 
 import copy
@@ -41,16 +42,16 @@ WAYS = (PLAIN, TEXT_ALONE, HEAD_ALONE, OURS)
 
 @dataclass
 class Knowledge:
-    """What an engine had learned when it was started, which can be restored. Owns copies of the tensors."""
+    """What an engine knew when it was started, so that this state can be restored. Owns copies of the tensors."""
 
     policy: Any
     step_model: Any
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
-    """Each tensor of the board and the indexes, and its first values."""
+    """Each tensor of the draft board and of the context indexes, with a copy of its first values."""
 
     @classmethod
     def of(cls, worker: Any) -> "Knowledge | None":
-        """Returns what the worker knows now, or None without drafters."""
+        """Returns what the worker knows now, or None if it has no drafters."""
         router = worker.specrollout_router
         if router is None:
             return None
@@ -61,7 +62,7 @@ class Knowledge:
         return cls(copy.deepcopy(router.policy), copy.deepcopy(step_model), [(t, t.clone()) for t in tensors])
 
     def restore(self, worker: Any) -> None:
-        """Makes the worker forget all that it has learned since."""
+        """Makes the worker forget all that it has learned since this object was made."""
         worker.specrollout_router.policy = copy.deepcopy(self.policy)
         worker.specrollout_accounts.step_model = copy.deepcopy(self.step_model)
         for tensor, first in self.tensors:
@@ -69,13 +70,13 @@ class Knowledge:
 
 
 class Forgetful:
-    """Engines that can forget what they have learned. Owns their first knowledge."""
+    """Engines that can forget what they have learned. Owns what each of them knew at its start."""
 
     def __init__(self, entrants: Sequence[Entrant]) -> None:
         self._known = [(entrant.engine, entrant.engine.run_in_worker(Knowledge.of)) for entrant in entrants]
 
     def forget(self) -> None:
-        """Makes all engines forget. No request may run."""
+        """Makes all engines forget what they have learned. No request may be running."""
         for engine, known in self._known:
             if known is not None:
                 engine.run_in_worker(known.restore)
@@ -84,14 +85,19 @@ class Forgetful:
 def play_phases(
     entrants: Sequence[Entrant], requests: Iterator[RolloutRequest], options: Namespace
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """Yields for each phase and way the tokens per second, depth of drafting, drafts per step, and dormant steps."""
+    """Plays the phases of a run one after another. Yields for each phase the figures of each way (`figures_of`)."""
     for _ in range(options.phases):
         play_round(entrants, take_batch(requests, options.batch), keep=True, at_a_time=options.batch)
         yield {entrant.row.name: figures_of(entrant.take(), options.batch) for entrant in entrants}
 
 
 def figures_of(entrant: Entrant, batch: int) -> dict[str, float]:
-    """Returns the figures of a phase."""
+    """Returns the figures of an entrant that has played one phase.
+
+    `rate` is the tokens per second while the batch was full. `drafts` is the draft tokens per request and engine step.
+    `drafted` is the share of engine steps in which a drafter with weights ran. Raises AssertionError if the entrant's tokens
+    differ from plain decoding's.
+    """
     (found,) = entrant.rounds
     if entrant.tokens_equal != entrant.tokens_total:
         raise AssertionError(f"{entrant.row.name} has made other tokens than plain decoding")
@@ -107,7 +113,7 @@ def figures_of(entrant: Entrant, batch: int) -> dict[str, float]:
 
 
 def table_of(phases: Mapping[int, Sequence[Mapping[str, Mapping[str, float]]]]) -> Table:
-    """Returns a table with a row for each phase, with medians over the rounds."""
+    """Returns a table with a row for each phase. Its figures are medians over the rounds."""
     table = new_table(
         "a run without knowledge: speed over plain by phase, and of all drafters over the best of the rest"
     )
@@ -128,7 +134,7 @@ def table_of(phases: Mapping[int, Sequence[Mapping[str, Mapping[str, float]]]]) 
 
 
 def main() -> None:
-    """Prints the table, and writes DIR/cold_start.json."""
+    """Runs the bench. Prints a table, and writes `cold_start.json` into the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--batch", type=int, default=16, help="requests that run at once")
     parser.add_argument("--phases", type=int, default=3, help="phases of a run")

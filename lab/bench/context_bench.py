@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures whether the automatic budget knows what a row costs at short and at long contexts.
+"""Measures whether the automatic budget knows what it costs to verify a draft token at short and at long contexts.
 
     python -m lab.bench.context_bench --out DIR [--contexts 1024,4096,16384] [--drafts 0,1,2,4,8] [--rates 0.8] [--rounds 3]
 
-The policy is the shipped one, deepened (`lab/policies/deep_policy.py`). Its drafts are right with a given probability, because
-an oracle looks them up in a plain run and spoils the others (`lab/gpu/forced_acceptance.py`). So the arms differ only in the
-number of drafts that a step verifies. All arms share one engine and its cached prompts, and take turns. Contexts take turns
-too, so the automatic budget meets another length of context in every turn, as an engine does between two rollouts. It learns
-the seconds of steps from its own turns only.
+The policy is the shipped one with more layers (`lab/policies/deep_policy.py`). An oracle drafts for it. It knows the responses
+from a plain run, and makes each draft token right with a given probability (`lab/gpu/forced_acceptance.py`). An arm of the
+bench is a way to choose the number of drafts, and the arms differ in nothing else. They share one engine and its cached
+prompts, and take turns. Contexts take turns too, so the automatic budget meets another length of context in every turn, as an
+engine does between two rollouts. It learns the seconds of engine steps from its own turns only.
 
-On a machine that others use, `--cpu-time` counts the seconds in which this process had a core. Set OMP_NUM_THREADS=1 with it.
+On a machine that others use, `--cpu-time` counts the CPU time of this process. Set OMP_NUM_THREADS=1 with it.
 
-A ratio compares an arm with the fixed number of drafts that made the most tokens per second at that context, within the same
-round. The table has the median over rounds. Tokens of all arms must be equal.
+For each context, an arm is compared with the fixed number of drafts that made the most tokens per second there. The ratio of
+their speeds is taken within each round, and the table has the median over rounds. All arms must make the same tokens.
 """
 
 import argparse
@@ -48,28 +48,28 @@ AUTO = "auto"
 WORDS = (10, 90)
 """Range of the token ids of random prompts."""
 ROOM = 256
-"""Tokens beyond the longest context that a text may have."""
+"""Number of tokens by which a text may be longer than the longest context."""
 KV_ROOM = 32_000
-"""Bytes of KV cache for each token of a context, somewhat more than the policy needs."""
+"""Bytes of KV cache reserved for each token of a context, which is somewhat more than the policy needs."""
 
 
 @dataclass
 class Arm:
-    """A way to choose the number of drafts."""
+    """A way to choose the number of drafts, with its measurements."""
 
     name: str
     policy: SpeculationPolicy
     model: StepModel
-    """Learns the seconds of this arm's steps."""
+    """The step model that learns the seconds of this arm's engine steps."""
     speeds: dict[str, list[float]] = field(default_factory=dict)
-    """Tokens per second of each round, by cell."""
+    """Tokens per second in each round, by the name of the cell."""
     drafts: dict[str, list[float]] = field(default_factory=dict)
-    """Draft tokens of a request in a step, of each round by cell."""
+    """Draft tokens per request and engine step in each round, by the name of the cell."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Requests of one length of context whose drafts are right with one probability."""
+    """A workload of the bench. Its requests have one length of context, and their drafts are right with one probability."""
 
     context: int
     rate: float
@@ -77,19 +77,22 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Returns a name with the context and the probability."""
+        """Returns a name made of the context's length and the probability."""
         return f"{self.context} tokens, p {self.rate:g}"
 
 
 def requests_of(context: int, num: int, length: int) -> tuple[RolloutRequest, ...]:
-    """Returns samples of one random prompt whose responses of `length` tokens lie around the end of the context."""
+    """Returns `num` requests for samples of one random prompt, with responses of `length` tokens.
+
+    The prompt is shorter than `context` by half a response, so the length of the context is `context` on average.
+    """
     prompt = np.random.default_rng(context).integers(*WORDS, max(context - length // 2, 1)).tolist()
     return tuple(RolloutRequest(prompt, context, sample, exact_length=length) for sample in range(num))
 
 
 @contextmanager
 def deep_engine(longest: int, num: int, most_drafts: int, kv_bytes: int) -> Iterator[ForcedEngine]:
-    """Yields an engine of the deepened policy for texts of `longest` tokens and `num` requests."""
+    """Yields an engine of the deepened policy for up to `num` requests at once, with texts of up to `longest` tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "policy"
         deepen_policy(POLICY, folder, DEEPEN)
@@ -106,7 +109,7 @@ def deep_engine(longest: int, num: int, most_drafts: int, kv_bytes: int) -> Iter
 
 
 def arms_of(drafts: Sequence[int], num: int) -> list[Arm]:
-    """Returns an arm for each fixed number of drafts, and the automatic budget."""
+    """Returns an arm for each fixed number of drafts, and the arm of the automatic budget as the last one."""
     most = max(drafts)
     model = partial(StepModel, num * (1 + most))
     fixed = [
@@ -116,7 +119,10 @@ def arms_of(drafts: Sequence[int], num: int) -> list[Arm]:
 
 
 def play(forced: ForcedEngine, arm: Arm, cell: Cell, keep: bool) -> list[tuple[int, ...]]:
-    """Plays a cell with an arm, and returns the tokens. `keep` says if the figures count."""
+    """Plays the requests of a cell with an arm, and returns the tokens of each response.
+
+    If `keep` is false, no figures are kept.
+    """
     forced.engine.run_in_worker(partial(_use, arm=arm))
     found = forced.measure(cell.requests)
     if keep:
@@ -131,7 +137,10 @@ def _use(worker: Any, arm: Arm) -> None:
 
 
 def table_of(arms: Sequence[Arm], cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Returns for each cell the best fixed number, and each arm's speed relative to it, as the median over rounds."""
+    """Returns for each cell the best fixed number of drafts, and the speed of each arm divided by that of this number.
+
+    The ratios are medians over rounds.
+    """
     found = []
     for cell in cells:
         name = cell.name
@@ -156,7 +165,7 @@ def table_of(arms: Sequence[Arm], cells: Sequence[Cell]) -> list[dict[str, Any]]
 def measure(arms: Sequence[Arm], cells: Sequence[Cell], num_rounds: int, console: Console) -> int:
     """Plays all rounds. Returns the number of responses that differ from plain decoding.
 
-    Before them the automatic budget plays a round alone, in which it begins to learn.
+    Before the first of `num_rounds`, the automatic budget plays a round alone, in which it begins to learn.
     """
     contexts = {cell.context: cell.requests for cell in cells}
     num = len(cells[0].requests)
@@ -181,7 +190,7 @@ def measure(arms: Sequence[Arm], cells: Sequence[Cell], num_rounds: int, console
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints a table and writes `context.json` into the folder `--out`."""
+    """Runs the bench. Prints a table, and writes `context.json` into the folder `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--contexts", default="1024,4096,16384", help="tokens, separated by commas")

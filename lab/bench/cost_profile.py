@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the seconds of verifying and drafting on this CPU, for the placement planner.
 
-`python -m lab.bench.cost_profile SPEC` measures with OMP_NUM_THREADS threads, which torch reads once, when it is loaded.
-Verifying is measured by plain decode steps, because a draft row costs about as much as a request's row (`step_model.py`).
+`python -m lab.bench.cost_profile SPEC` measures with OMP_NUM_THREADS threads. Another number of threads needs another process,
+because torch reads this number only once. Verifying is timed by plain decode steps. Such a step has as many requests as there
+are rows to verify, because a draft token costs about as much as one more request (`step_model.py`).
 """
 
 import json
@@ -35,30 +36,30 @@ if TYPE_CHECKING:
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of requests in the steps that are timed."""
+"""Numbers of requests for which engine steps are timed."""
 COUPLED_K = 3
-"""Draft tokens in a step of the policy's engine when it drafts itself."""
+"""Draft tokens per request and engine step, if the policy's engine drafts itself."""
 MEASUREMENTS = ("verify_s", "draft_s", "coupled_draft_s")
 _WARM_UP = 4
-"""Number of first steps that do not count, because prompts are read and kernels compile in them."""
+"""Number of first engine steps that do not count, because prompts are read and kernels compile in them."""
 _CONTEXT_SHARE = 0.25
-"""Share of the longest text that the prompt of a timed request fills."""
+"""Length of a timed request's prompt, as a share of the longest text (`max_model_len`)."""
 _MAX_BURSTS = 8
-"""Largest number of bursts of steps until there are enough pure decode steps."""
+"""The engine runs up to this many bursts of steps until enough of them are pure decode steps."""
 _ROOM_ADVICE = "raise kv_cache_memory_bytes, or lower max_num_seqs, of its vllm_kwargs"
 
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    """Settings of a measuring process."""
+    """What a process of this module has to measure."""
 
     policy: str
     """Hugging Face folder of the policy."""
     generation: GenerationConfig
     batches: tuple[int, ...] = bounded(low=1)
-    """Numbers of requests to measure."""
+    """Numbers of requests for which engine steps are timed."""
     num_steps: int = bounded(low=1)
-    """Steps to time for each number of requests."""
+    """Number of engine steps to time for each number of requests."""
 
     @property
     def prompt(self) -> list[int]:
@@ -67,9 +68,9 @@ class ProfileSpec:
 
 
 def draft_model_of(block: SpecrolloutConfig) -> RemoteDrafterConfig:
-    """Returns the block's drafter that has its own model, as a drafter of type `remote`.
+    """Returns the block's drafter that has its own model, changed into a drafter of type `remote`.
 
-    Raises ConfigError if there is none, or if its folder is missing.
+    Raises ConfigError if the block has no such drafter, or if the folder of its model is missing.
     """
     models = (d for d in block.drafters if isinstance(d, RemoteDrafterConfig | DraftModelDrafterConfig))
     drafter = next(models, None)
@@ -95,9 +96,10 @@ def check_model(drafter: DrafterConfig) -> None:
 
 
 def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, list[float]]:
-    """Returns for each of `MEASUREMENTS` a list with the seconds for each of the spec's batches, in their order.
+    """Measures what the planner needs.
 
-    Calls `on_done` after each batch of each measurement, with words that say what was measured.
+    Returns for each of `MEASUREMENTS` a list with the seconds for each of the spec's batches. Calls `on_done` after each batch
+    of each measurement, with words that say what was measured.
     """
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
@@ -125,7 +127,7 @@ def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, li
 
 
 def _policy_engine(spec: ProfileSpec, block: SpecrolloutConfig) -> "RolloutEngine":
-    """Starts an engine of the policy with room for the largest batch."""
+    """Returns a new engine of the policy with room for the largest batch."""
     from lab.local.engine import RolloutEngine
 
     kwargs = {k: v for k, v in spec.generation.vllm_kwargs.items() if k != "speculative_config"}
@@ -134,7 +136,10 @@ def _policy_engine(spec: ProfileSpec, block: SpecrolloutConfig) -> "RolloutEngin
 
 
 def _coupled_draft_s(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> float:
-    """Returns the seconds of one draft token for each request, including its share of reading the new text."""
+    """Returns the seconds in which the policy's engine drafts one token for each of `batch` requests.
+
+    A part of these seconds is spent on reading the text that the requests have gained since the last draft.
+    """
     drafting_s = [s for s in _decode_steps(engine, spec, batch, "draft_s") if s > 0.0]
     if not drafting_s:
         raise ConfigError("profile: the policy's engine drafted nothing; its draft model does not fit it")
@@ -142,10 +147,10 @@ def _coupled_draft_s(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> 
 
 
 def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column: str) -> list[float]:
-    """Returns a column of the engine's trace, over pure decode steps of `batch` requests.
+    """Returns the values of a column of the engine's trace for pure decode steps with `batch` requests.
 
-    The trace is read between bursts of steps, because the engine adds the time between two steps to the second one. Raises
-    ConfigError if the engine never runs `batch` requests at once.
+    The engine makes its steps in bursts, and the trace is read only between two bursts. Reading takes time, and the engine
+    adds the time between two steps to the second one. Raises ConfigError if the engine never runs `batch` requests at once.
     """
     num_steps = spec.num_steps + _WARM_UP
     found: list[float] = []
@@ -171,7 +176,7 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column
 
 
 def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: int) -> list[str]:
-    """Submits requests that last as long as the timing, if the context is long enough. Returns their ids."""
+    """Submits `count` requests that last as long as the timing, if the context is long enough for that. Returns their ids."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     longest = spec.generation.vllm_cfg.max_model_len - len(spec.prompt) - 1
@@ -180,7 +185,7 @@ def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: i
 
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
-    """Returns the seconds in which a drafter drafts one token for each of `batch` shadows."""
+    """Returns the seconds in which a remote drafter drafts one token for each of `batch` shadow sequences."""
     longest = engine.model.max_model_len
     text = np.array(spec.prompt, np.int32).tobytes()
     for shadow in range(batch):
@@ -196,7 +201,10 @@ def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
 
 
 def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, most_steps: int) -> list[float]:
-    """Returns the seconds of `num_steps` steps that drafted for all shadows, or of fewer if `most_steps` are not enough."""
+    """Returns the seconds of each of `num_steps` engine steps that drafted for all of `batch` shadow sequences.
+
+    The list is shorter if `most_steps` engine steps were not enough for that.
+    """
     seconds: list[float] = []
     for _ in range(most_steps):
         started = time.perf_counter()
@@ -210,7 +218,10 @@ def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, most_steps:
 
 
 def main(text: str) -> int:
-    """Measures by the `ProfileSpec` in `text`. Reports progress and the result as JSON lines. Returns the exit code."""
+    """Measures what the `ProfileSpec` in the JSON `text` says.
+
+    Prints progress and result as JSON lines. Returns the exit code.
+    """
     end_with_parent()
     try:
         measured = measure(

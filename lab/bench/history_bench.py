@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the gain of a history of finished responses for two engines of a run, by the same rollouts with and without it.
+"""Measures how much a history of finished responses speeds up two engines of a run.
 
     python -m lab.bench.history_bench CONFIG --out DIR [--rounds 3] [--workloads mixed,free_text] [key=value ...]
 
-CONFIG is one of the local runner. Each round has prompts of its own, and three rollouts of them with other noise each:
-
-- spread: the first epoch, where half of the samples of each prompt are on each engine;
-- first: a first epoch of other prompts, each of which has all of its samples on one engine;
-- second: their second epoch, in another order, so that about half of the prompts come to the other engine.
-
-Both ways take turns, and both of their engines, so that all of them are at the same place of a rollout.
+CONFIG is a config of the local runner. The same rollouts run with and without a history. Each round has prompts of its own,
+and these rollouts:
+- spread: a first epoch in which each engine has half of the samples of every prompt.
+- first: a first epoch of other prompts, in which all samples of a prompt are on one engine.
+- second: the second epoch of the prompts of "first", with other noise and in another order. So about half of the prompts come
+  to the engine that did not have them before.
+The engines with a history and those without take turns, so that all of them are at the same place of a rollout.
 """
 
 import random
@@ -45,19 +45,19 @@ PHASES = ("spread", "first", "second")
 
 @dataclass
 class Way:
-    """Two engines that share a history, or have none."""
+    """Two engines that share a history or have none, with the measurements of their rollouts."""
 
     name: str
     engines: list[RolloutEngine]
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    """Seconds of the rollouts of each workload and phase."""
+    """Seconds of the rollouts, by workload and phase."""
     counts: dict[str, list[int]] = field(default_factory=dict)
-    """Accepted and verified drafts of the history, and of all drafters, by workload and phase."""
+    """Numbers of draft tokens as in `drafts_of`, by workload and phase."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A rollout, given by the requests of each engine."""
+    """A rollout of a workload in a phase. `dealt` has the requests that each engine gets."""
 
     workload: str
     phase: str
@@ -65,7 +65,7 @@ class Work:
 
 
 def works_of(config: RunConfig, workloads: Sequence[str], number: int) -> list[Work]:
-    """Returns the rollouts of a round."""
+    """Returns the rollouts of round `number`. There is one for each workload and phase."""
     found = []
     tokenizer = load_tokenizer(Path(config.policy.model_name))
     shuffled = random.Random(number)
@@ -90,7 +90,10 @@ def _by_prompt(requests: Sequence[RolloutRequest], prompts: Sequence[int]) -> li
 
 
 def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
-    """Rolls out the same requests both ways, in turns. Returns the numbers of equal and of all tokens."""
+    """Rolls out the same requests with and without a history, in turns.
+
+    Returns how many tokens are equal with and without it, and how many tokens were compared.
+    """
     running = {
         way.name: [Generation(e, dealt) for e, dealt in zip(way.engines, work.dealt, strict=True)] for way in ways
     }
@@ -119,7 +122,7 @@ def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
 
 
 def drafts_of(way: Way) -> list[int]:
-    """Returns accepted and verified drafts of the history, then those of all drafters."""
+    """Returns how many draft tokens of the history were accepted and verified, and the same two numbers for all drafters."""
     totals = [engine._ask(WorkerCalls.specrollout_totals) for engine in way.engines]
     found = []
     for kind in ("accepted", "proposed"):
@@ -129,6 +132,7 @@ def drafts_of(way: Way) -> list[int]:
 
 
 def row_of(off: Way, on: Way, key: tuple[str, str]) -> dict[str, Any]:
+    """Returns the figures of a workload and phase `key`. They compare engines with a history (`on`) and without (`off`)."""
     ratios = sorted(a / b for a, b in zip(off.seconds[key], on.seconds[key], strict=True))
     accepted, verified, all_accepted, all_verified = on.counts[", ".join(key)]
     return {
@@ -145,7 +149,7 @@ def row_of(off: Way, on: Way, key: tuple[str, str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints a table, and writes its rows to DIR/history.json."""
+    """Runs the bench. Prints a table, and writes its rows to `history.json` in the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the cost of a large history of responses: its files, its memory, its start, and the steps of an engine with it.
+"""Measures what a large history of responses costs, in time for its files, in memory, and in slower engine steps.
 
     python -m lab.bench.history_store_bench CONFIG --out DIR [--gib 1] [key=value ...]
 
-The history is filled with random texts of 2,048 tokens, a part of which belong to the prompts of the config. Two engines of
-the config then roll out the same requests in turns, one with that history and one without any. Random texts are never right,
-so the extra time of the first engine is the whole cost of a useless history.
+CONFIG is a config of the local runner. The history is filled with random texts of 2,048 tokens, a part of which belong to the
+prompts of the config. Two engines of the config then roll out the same requests in turns, one with that history and one
+without any. Random texts are never right as drafts, so the extra time of the first engine is the whole cost of a useless
+history.
 """
 
 import resource
@@ -41,19 +42,22 @@ _MIB = 1 << 20
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Returns the seconds of `work`."""
+    """Returns the seconds that a call of `work` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def memory() -> float:
-    """Returns this process's largest memory so far, in MiB."""
+    """Returns the most memory that this process has used so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def fill(folder: Path, fingerprint: bytes, num_bytes: int, groups: Sequence[int], vocab_size: int) -> dict[str, float]:
-    """Fills a history with random texts, a hundredth of which belong to `groups`. Returns the cost of doing so."""
+    """Fills a history with about `num_bytes` of random texts. Returns their number and the speed of writing.
+
+    A hundredth of the texts belong to `groups`, which are the hashes of the config's prompts.
+    """
     rng = np.random.default_rng(0)
     store = HistoryStore(folder, 2 * num_bytes, fingerprint)
     store.open()
@@ -71,7 +75,7 @@ def fill(folder: Path, fingerprint: bytes, num_bytes: int, groups: Sequence[int]
 
 
 def start(folder: Path, num_bytes: int, fingerprint: bytes, groups: Sequence[int]) -> dict[str, float]:
-    """Returns the cost of opening a history, and of finding and reading texts."""
+    """Returns what it costs to open a history in seconds and memory, and to find and read a text in milliseconds."""
     before = memory()
     store = HistoryStore(folder, 2 * num_bytes, fingerprint)
     open_s = timed(store.open)
@@ -82,7 +86,7 @@ def start(folder: Path, num_bytes: int, fingerprint: bytes, groups: Sequence[int
 
 
 def main() -> int:
-    """Prints the figures, and writes them to DIR/history_store.json."""
+    """Runs the bench. Prints the figures, and writes them to `history_store.json` in the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     options = parser.parse_intermixed_args()
@@ -114,6 +118,7 @@ def main() -> int:
 
 
 def engine_of(config: RunConfig, folder: Path | None) -> RolloutEngine:
+    """Returns an engine of the config with the history in `folder`, or without a history if this is None."""
     learned = LearnedConfig(warm_start=False, folder=None if folder is None else str(folder))
     generation = config.policy.generation
     block = replace(generation.specrollout, learned=learned)
@@ -121,12 +126,16 @@ def engine_of(config: RunConfig, folder: Path | None) -> RolloutEngine:
 
 
 def history_of(engine: RolloutEngine) -> HistoryDrafter:
+    """Returns the history drafter of an engine."""
     found: HistoryDrafter = engine._llm.collective_rpc(lambda worker: worker.specrollout_router.history)[0]
     return found
 
 
 def beside(plain: RolloutEngine, engine: RolloutEngine, steps: Sequence[Sequence[RolloutRequest]]) -> dict[str, Any]:
-    """Rolls out the same requests with both engines in turns. The first round only warms up."""
+    """Returns what a history costs an engine, by comparing `engine`, which has a history, with `plain`, which has none.
+
+    Both roll out the same requests in turns. The first of `steps` only warms up. Closes both engines.
+    """
     ratios = []
     host_ms = []
     for number, requests in enumerate(steps):
@@ -154,7 +163,7 @@ def beside(plain: RolloutEngine, engine: RolloutEngine, steps: Sequence[Sequence
 
 
 def _host_ms(before: Any, after: Any) -> float:
-    """Returns the milliseconds of our host work in a step."""
+    """Returns the milliseconds per engine step of our own work on the host between two readings of an engine's totals."""
     num_steps = after["num_steps"] - before["num_steps"]
     return float(1e3 * (after["host_s"] - before["host_s"]) / max(num_steps, 1))
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the host's milliseconds per step for the budget of drafts, if the device or if the host chooses the drafts.
+"""Measures the host's milliseconds per engine step for the choice of drafts, if the device or if the host makes this choice.
 
     OMP_NUM_THREADS=1 python -m lab.bench.host_budget_bench [--batches 64,256,1024] [--drafts 8,32] [--rounds 15]
 
-Both ways get the same drafts and the same policy, in turns. "device" is our budget in vLLM's adaptive verification. It leaves
-out what a GPU would compute (the ranking of the drafts), so its figure is rather too small. "host" is `HostBudget` with rates
-that are a step old. Both include the policy's choice of the number, which is also shown alone.
+Both ways get the same drafts and the same speculation policy, and take turns. "device" is our budget in vLLM's adaptive
+verification. Its figure is a little too small, because it leaves out the ranking of the drafts, which a GPU would compute.
+"host" is `HostBudget` with acceptance rates that are one engine step old. Both include the time in which the speculation
+policy chooses the number of drafts. This time is also shown alone.
 """
 
 import argparse
@@ -28,13 +29,14 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepModel
 
 STEPS = 20
-"""Steps of each way in a round."""
+"""Number of engine steps of each way in a round."""
 SHARE_OF_TEXTS = 0.1
-"""Share of requests with a text that is nearly certain. The other requests have less certain drafts or none."""
+"""Share of requests whose drafts come from a text that is nearly certain. The other requests have less certain drafts or
+none."""
 
 
 class World:
-    """The drafts of a batch, and the inputs of a step in either way."""
+    """The drafts of a batch of requests, and the parts of an engine that both ways need for an engine step."""
 
     def __init__(self, num_requests: int, num_positions: int) -> None:
         from nemo_specrollout.generation.drafting.draft_router import DraftRouter
@@ -73,7 +75,7 @@ class World:
         self.scheduled = _scheduled(self.names, num_positions)
 
     def draw_rates(self) -> None:
-        """Draws new proposals. They are nearly as certain as before, and sometimes missing."""
+        """Draws new acceptance rates of the drafts. They are nearly as high as before, or 0 where a request has no draft."""
         rates_SK = np.clip(self._mean_SK + self._rng.normal(0.0, 0.05, self._mean_SK.shape), 0.01, 0.98)
         found_S = np.maximum(self._found_S + self._rng.integers(-1, 2, len(self._found_S)), 0)
         rates_SK[np.arange(self.num_positions) >= found_S[:, None]] = 0.0
@@ -81,7 +83,7 @@ class World:
 
 
 def _policy(num_requests: int, num_positions: int) -> SpeculationPolicy:
-    """Returns the automatic policy with the costs of a GPU, and the survival of the drafts of `World`."""
+    """Returns an automatic speculation policy that knows step times like a GPU's, and the survival of `World`'s drafts."""
     policy = build_policy(BudgetConfig("auto"), num_positions)
     assert isinstance(policy, AutoPolicy)
     most_rows = num_requests * (1 + num_positions)
@@ -98,7 +100,7 @@ def _policy(num_requests: int, num_positions: int) -> SpeculationPolicy:
 
 
 def _scheduled(names: Sequence[str], num_positions: int) -> Any:
-    """Returns vLLM's output of a scheduler that gives each request `num_positions` drafts."""
+    """Returns the output of vLLM's scheduler for an engine step in which each request has `num_positions` drafts."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     scheduled = SchedulerOutput.make_empty()
@@ -110,7 +112,10 @@ def _scheduled(names: Sequence[str], num_positions: int) -> Any:
 
 
 def device_step(world: World) -> Callable[[], None]:
-    """Returns the host's part of a step whose drafts the device chooses, as vLLM calls it on its manager."""
+    """Returns a function that does the host's work of an engine step in which the device chooses the drafts.
+
+    It makes the calls that vLLM makes on its manager of adaptive verification.
+    """
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllm_budget
 
     from nemo_specrollout.generation.step.verification_budget import VerificationBudget
@@ -134,7 +139,7 @@ def device_step(world: World) -> Callable[[], None]:
 
 
 def host_step(world: World) -> Callable[[], None]:
-    """Returns the host's part of a step whose drafts the host chooses."""
+    """Returns a function that does the host's work of an engine step in which the host chooses the drafts."""
     from nemo_specrollout.generation.engine.transfers import HostCopy
     from nemo_specrollout.generation.step.host_budget import HostBudget
 
@@ -149,13 +154,13 @@ def host_step(world: World) -> Callable[[], None]:
 
 
 def policy_step(world: World) -> Callable[[], None]:
-    """Returns the policy's choice of the number, which both ways share."""
+    """Returns a function that lets the speculation policy choose the number of drafts, which is a part of both ways."""
     most = len(world.names) * world.num_positions
     return lambda: (world.router.num_drafts(len(world.names), most), None)[1]
 
 
 def measure(num_requests: int, num_positions: int, num_rounds: int) -> dict[str, list[float]]:
-    """Returns the median milliseconds of a step in each round, by way. The ways take turns after a warm-up round."""
+    """Returns the median milliseconds of an engine step in each round, by way. The ways take turns after a warm-up round."""
     world = World(num_requests, num_positions)
     ways = {"device": device_step(world), "host": host_step(world), "policy alone": policy_step(world)}
     found: dict[str, list[float]] = {way: [] for way in ways}
@@ -174,7 +179,7 @@ def measure(num_requests: int, num_positions: int, num_rounds: int) -> dict[str,
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the bench and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="64,256,1024", help="numbers of requests, separated by commas")
     parser.add_argument(

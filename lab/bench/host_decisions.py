@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records which drafts an engine verifies in each step under the automatic budget, so that two engines can be compared.
+"""Records which drafts an engine verifies in each engine step under the automatic budget, so that two engines can be compared.
 
     python -m lab.bench.host_decisions OUT.json [--host] [--late] [--against OTHER.json]
 
-The engine decodes greedily with text drafters and `run_ahead`, first without texts, then with right ones for half of its
-requests. The seconds of steps are given, so that engines of all versions of vLLM have the same evidence. With `--host` the
-host chooses the drafts where the device could. With `--late` it knows rates that are a step old, as on a GPU.
+The engine decodes greedily with text drafters and `run_ahead`. It decodes the same requests twice, first without texts made
+ahead, and then with right ones for half of the requests. It does not measure the seconds of engine steps, but gets fixed ones,
+so that engines of all versions of vLLM decide by the same figures. With `--host` the host chooses the drafts even where the
+device could. With `--late` the host knows acceptance rates that are one engine step old, as on a GPU.
 """
 
 import argparse
@@ -31,7 +32,7 @@ MOST_ROWS = 512
 
 
 class GivenSeconds(StepModel):
-    """A step model that has seen a GPU's steps, and learns nothing of this engine's."""
+    """A step model with fixed step times like a GPU's. It learns nothing from the steps of the engine that uses it."""
 
     def __init__(self) -> None:
         super().__init__(MOST_ROWS)
@@ -39,13 +40,14 @@ class GivenSeconds(StepModel):
             super().observe(4, rows, 0.005 + 5e-5 * rows)
 
     def observe(self, *_: Any) -> None:
-        """Ignores a step."""
+        """Ignores an engine step."""
 
 
 def prepare(worker: Any, is_late: bool) -> None:
-    """Gives a worker the seconds, and lets it note how many drafts of each request slot it verifies in each step.
+    """Gives a worker fixed step times, and makes it record the number of drafts that it verifies.
 
-    With `is_late`, the host knows rates that are a step old.
+    The worker's attribute `verified` gets a list for each engine step, of pairs of a request slot and its number of drafts.
+    With `is_late`, the host knows acceptance rates that are one engine step old.
     """
     from nemo_specrollout.generation.engine.transfers import HostCopy
 
@@ -70,7 +72,10 @@ def prepare(worker: Any, is_late: bool) -> None:
 
 
 def decisions(is_late: bool, **options: Any) -> dict[str, Any]:
-    """Returns the drafts verified in each step as pairs of slot and number, the tokens, and who has chosen the drafts."""
+    """Returns the drafts verified in each engine step, all tokens, and whether the host has chosen the drafts.
+
+    The drafts of a step are pairs of a request slot and its number of drafts. `options` are more arguments of the engine.
+    """
     generation = GenerationConfig(VllmConfig(max_model_len=512), 40, specrollout=BLOCK)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 1 << 26}
     engine = RolloutEngine(POLICY, generation, 0, **sizes, **options)
@@ -85,7 +90,7 @@ def decisions(is_late: bool, **options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the decisions, and prints how many equal those of another engine."""
+    """Writes the decisions to a file. With `--against`, also prints how many of them equal those of another engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--host", action="store_true", help="the host chooses the drafts")

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what an idle engine should do: take over stragglers, make texts of coming steps, or whichever pays more.
+"""Measures what an idle engine should do, which is to take over stragglers, to make texts of coming steps, or to do both.
 
     python -m lab.bench.idle_bench CONFIG --out DIR [--steps 5] [--rounds 2] [--change 3e-4] [key=value ...]
 
-CONFIG is one of the local runner. All ways share the same engines, which have no drafters except the texts made ahead, so that
-no way profits from what the engines learned in another way. A round is a run of several steps. Before each step the weights of
-the policy change by noise of the given size, as a share of each matrix's standard deviation. In a step each way rolls out the
-same requests with the texts that it has made for them. The order of the ways changes from step to step. Requests are dealt to
-engines in equal shards, as in NeMo-RL. The first step of a run has no texts, so it is left out. All ways sample with the same
-noise, so they make the same tokens.
+CONFIG is a config of the local runner. All ways share the same engines, which have no drafters except the texts made ahead, so
+that no way profits from what the engines learned in another way. A round is a run of several training steps. Before each step
+the weights of the policy change by random noise of size `--change`, as a share of each matrix's standard deviation. In a step
+each way rolls out the same requests with the texts that it has made for them. The order of the ways changes from step to step.
+Requests are dealt to engines in equal shards, as in NeMo-RL. The first step of a run has no texts, so it is left out. All ways
+sample with the same noise, so they make the same tokens.
 
 The ways are:
-
-- nothing is done
-- requests move to engines that have ended
-- engines make texts of the next step in free slots
-- both, where moves do not count the texts that they displace
-- both as users get them, by one price
+- nothing: An idle engine does nothing.
+- moving: Requests move to engines that have no more requests.
+- run_ahead: Engines make texts of the next step in free slots.
+- both, unpriced: Requests move and engines make texts, but a move does not count what the texts that it displaces would save.
+- both: Requests move and engines make texts, and a move counts what the texts that it displaces would save. Users get this.
 """
 
 import statistics
@@ -57,7 +56,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Timed:
-    """A rollout of a way."""
+    """A measured rollout of one way."""
 
     seconds: float
     rollouts: list[Rollout]
@@ -66,7 +65,7 @@ class Timed:
 
 
 class Run:
-    """One way's run of several steps. Owns its texts, and what its coordinator has learned."""
+    """One way's run of several training steps. Owns its texts made ahead, and what its coordinator has learned."""
 
     def __init__(self, way: str, bench: "IdleBench") -> None:
         self._bench = bench
@@ -83,7 +82,10 @@ class Run:
         self._makes_texts = way in (AHEAD, UNPRICED, PRICED)
 
     def step(self, step: int) -> Timed:
-        """Rolls out a step with the texts made for it, and makes texts of the next step if the way does so."""
+        """Rolls out a training step with the texts made for it.
+
+        If the way makes texts, it also makes those of the next step.
+        """
         pool = self._bench.pool
         texts = self._ahead.texts
         requests = (texts.with_texts(step) if self._makes_texts else self._bench.prompts(step)).requests
@@ -101,7 +103,7 @@ class Run:
 
 
 class IdleBench:
-    """Owns the engines."""
+    """Runs the bench. Owns the engines, which all ways share."""
 
     def __init__(self, config: RunConfig, change: float) -> None:
         generation = config.policy.generation
@@ -115,10 +117,14 @@ class IdleBench:
         self.pool = RolloutPool(self._model, generation, config.grpo.seed, config.cluster.rollout_workers)
 
     def prompts(self, step: int) -> StepPrompts:
+        """Returns the prompts of a training step."""
         return step_prompts(self.config, step, self._task)
 
     def round(self, number: int, num_steps: int) -> Iterator[dict[str, Timed]]:
-        """Yields the rollouts of each step of a run, by way. Runs have different steps."""
+        """Runs all ways over several training steps. Yields the rollouts of each step but the first, by way.
+
+        The round's `number` decides which steps these are, so each round has other prompts.
+        """
         first = 1 + number * (num_steps + 1)
         runs = {way: Run(way, self) for way in WAYS}
         weights: Weights = {
@@ -135,12 +141,12 @@ class IdleBench:
                 yield timed
 
     def close(self) -> None:
-        """Ends the engines."""
+        """Ends all engines."""
         self.pool.close()
 
 
 def changed(weights: Weights, seed: int, size: float) -> Weights:
-    """Returns weights whose matrices have noise of `size` standard deviations added."""
+    """Returns a copy of the weights in which noise of `size` standard deviations is added to each matrix."""
     noise = torch.Generator().manual_seed(seed)
     return {
         name: tensor + size * tensor.std() * torch.randn(tensor.shape, generator=noise) if tensor.ndim == 2 else tensor
@@ -149,7 +155,10 @@ def changed(weights: Weights, seed: int, size: float) -> Weights:
 
 
 def row_of(steps: Sequence[dict[str, Timed]], way: str) -> dict[str, Any]:
-    """Returns a way's seconds of all steps, their ratios to the seconds of doing nothing, and means of other figures."""
+    """Returns the figures of a way over all steps.
+
+    They are its seconds, their ratios to the seconds of doing nothing, and means of figures about moves and texts.
+    """
     ratios = sorted(step[NOTHING].seconds / step[way].seconds for step in steps)
     pairs = [count_equal(step[way].rollouts, step[NOTHING].rollouts) for step in steps]
     names = ("moves", "idle_share", "declined", "early_worth", "ahead_made", "ahead_kept", "ahead_right")
@@ -166,7 +175,7 @@ def row_of(steps: Sequence[dict[str, Timed]], way: str) -> dict[str, Any]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the table of the bench's rows."""
+    """Returns a table with a line for each way, from the rows of `row_of`."""
     table = new_table("what idle engines do: seconds of all steps, and ratios to doing nothing")
     shown = ("moves", "declined", "early_worth", "ahead_made", "ahead_kept", "idle_share")
     for name in ("way", "seconds", "together", "a step", *shown, "equal"):
@@ -184,7 +193,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    """Prints a table after each step, and writes its rows to DIR/idle.json."""
+    """Runs the bench. Prints a table after each step, and writes its rows to `idle.json` in the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=5, help="steps of a run; the first one has no texts")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each way")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates what idle engines of an 8B policy should do: take over stragglers, make texts of coming steps, or both.
+"""Simulates what idle engines of an 8B policy should do, which is to take over stragglers, to make texts ahead, or both.
 
     python -m lab.bench.idle_table --out DIR [--engines 2,4,8] [--requests 8,32,128] [--seeds 3] [--ahead 2] [--dear]
 
-Each engine is an H200 with `--requests` requests of a step, in shards as NeMo-RL deals them. Texts are made of `--ahead`
-coming steps, and an update changes one token in 30,000. With `--dear` each request makes a step longer, and responses are
-shorter. The policy trains on the same GPUs, so engines make texts only while a rollout drains. The ways are those of
-`lab.bench.idle_bench`, which measures them in real engines.
+Each engine is an H200 with `--requests` requests of a training step, in shards as NeMo-RL deals them. Engines make texts of
+`--ahead` coming steps, and an update of the weights changes one token in 30,000. With `--dear` each request makes an engine
+step much longer, and responses are shorter. The policy trains on the same GPUs, so engines make texts only while a rollout
+drains. The ways are those of `lab.bench.idle_bench`, which measures them in real engines.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from nemo_specrollout.config.strict import build
 
 MOVING = FastestOfNConfig(max_racers=1)
 STAYING = replace(MOVING, min_gain=1.0)
-"""Config under which no request moves, because no move saves all of the time. Engines still stop at the same moments."""
+"""Config under which no request moves, because a move would have to save all of the remaining time. Engines still end their
+turns at the same moments as with moves."""
 WAYS = {
     "nothing": (Variant("", PLAIN, STAYING), False),
     "moving": (Variant("", PLAIN, MOVING), False),
@@ -39,13 +40,16 @@ WAYS = {
     "both, unpriced": (Variant("", PLAIN, MOVING, is_blind=True), True),
     "both": (Variant("", PLAIN, MOVING), True),
 }
-"""The config of moves and races of each way, and whether engines make texts of coming steps, by name."""
+"""The config of moves and races of each way, and whether its engines make texts of coming steps."""
 
 
 def rows(
     engines: Sequence[int], requests: Sequence[int], seeds: range, num_ahead: int, *, is_dear: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yields the seconds of a rollout of each way, as means over the seeds."""
+    """Yields a row for each combination of a number of engines and a number of requests per engine.
+
+    A row has the seconds of a rollout in each way, as means over the seeds.
+    """
     for num_engines, num_requests in product(engines, requests):
         make = dear if is_dear else cheap
         fleets = [Fleet(make(num_engines, num_requests, seed)) for seed in seeds]
@@ -64,13 +68,13 @@ def rows(
 
 
 def cheap(num_engines: int, num_requests: int, seed: int) -> Scenario:
-    """Returns engines of an 8B policy, in which a batch costs hardly more than a request."""
+    """Returns a scenario with engines of an 8B policy, in which more requests hardly make an engine step longer."""
     one = scenario(num_engines * num_requests, False, UPDATES["small"], seed)
     return replace(one, cluster=replace(one.cluster, num_gpus=num_engines))
 
 
 def dear(num_engines: int, num_requests: int, seed: int) -> Scenario:
-    """Returns engines in which each request makes a step longer."""
+    """Returns a scenario in which each request makes an engine step much longer."""
     built = build(
         Scenario,
         {
@@ -89,7 +93,7 @@ def dear(num_engines: int, num_requests: int, seed: int) -> Scenario:
 
 
 def table_of(found: Sequence[dict[str, Any]]) -> Table:
-    """Returns a table of the rows, with the seconds of doing nothing and the speedup of each way."""
+    """Returns a table of the rows, with the seconds of doing nothing and the speedup of every other way over it."""
     table = new_table("rollouts by what idle engines do, over doing nothing; moves of the last two ways")
     for name in ("engines", "requests each", "nothing, s", *list(WAYS)[1:], "moves", "unpriced moves"):
         table.add_column(name, justify="right")
@@ -102,7 +106,7 @@ def table_of(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    """Prints the table and writes its rows to DIR/idle_table.json after each."""
+    """Simulates all rows. Prints a table and writes its rows to `idle_table.json` in the folder `--out`, after each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", default="2,4,8")

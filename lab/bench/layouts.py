@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates which layout of drafting is fastest for 8B and 32B policies on 8 to 64 H100, from measured pieces.
+"""Simulates which layout of drafting is fastest for 8B and 32B policies on 8 to 64 H100, from calibrated step times.
 
     python -m lab.bench.layouts --out DIR [--part layouts|tails|region ...] [--gpu H100] [--seeds 1]
 
-`layouts` compares the same requests on the same GPUs without drafts, with a draft model in the policy's engine, with an
-EAGLE-3 head, with texts as drafts, and with remote drafters on GPUs of their own. Each layout has its best tensor parallel
-size of 1, 2, 4 and 8. For remote drafters the planner (Algorithm 1 of SpecActor) chooses the drafter's size beside each
-size of the verifier, and `planned` shows the time of its own choice of both. `tails` adds moving, racing and `run_ahead` to
-several engines of one size. `region` compares remote drafters with the best coupled ones in a steady batch, by the planner
-alone, for any ratio of a draft's time to that of a policy's step.
+The part `layouts` compares these layouts by the same requests on the same GPUs: no drafts, a draft model in the policy's
+engine, an EAGLE-3 head, texts as drafts, and remote drafters on GPUs of their own. Each layout has its best tensor parallel
+size of 1, 2, 4 and 8. With remote drafters, each size of the verifier gets the drafter's size that the planner (Algorithm 1 of
+SpecActor) chooses for it. The column `planned` shows what the planner chooses if it may choose both sizes.
 
-Drafters with weights are right with probability p, and texts with p - 0.25. DIR gets layouts.json and layouts.png.
+The part `tails` adds moving, racing and `run_ahead` to several engines of one size. The part `region` uses the planner alone.
+It compares remote drafters with the best coupled ones in a steady batch, for any ratio of the time of drafting a token to the
+time of the policy's engine step.
+
+Drafts of drafters with weights are right with probability p, and those from texts with p - 0.25. The bench writes layouts.json
+and layouts.png into DIR.
 """
 
 import argparse
@@ -55,7 +58,7 @@ _COLOURS = dict(zip((layout.name for layout in LAYOUTS), (SILVER, PINK, SKY, BLU
 
 
 def tables_of(facts: dict[str, Any]) -> Iterator[Table]:
-    """Yields the tables of the parts that `facts` has."""
+    """Yields a table for each part of the bench that `facts` has."""
     if "layouts" in facts:
         yield winner_table(facts["layouts"])
     if "tails" in facts:
@@ -65,7 +68,7 @@ def tables_of(facts: dict[str, Any]) -> Iterator[Table]:
 
 
 def winners(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Yields for each case the fastest layout, its lead, and the result of remote drafters."""
+    """Yields for each case the fastest layout, its lead over the second, and how remote drafters compare with the others."""
     keys = dict.fromkeys((r["policy"], r["num_gpus"], r["per_gpu"], r["p"]) for r in rows)
     for key in keys:
         of_case = {r["layout"]: r for r in rows if (r["policy"], r["num_gpus"], r["per_gpu"], r["p"]) == key}
@@ -92,7 +95,7 @@ def winners(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def winner_table(rows: Rows) -> Table:
-    """Returns the table of winners."""
+    """Returns a table of the fastest layout in each case. `rows` are those of the part `layouts`."""
     table = new_table("the fastest layout to the last token, and remote drafters against the others in the same GPUs")
     names = (
         "policy",
@@ -136,7 +139,7 @@ _TAILS = ("moving", "two methods", "racing", "moving, six steps", "run_ahead", "
 
 
 def tail_table(rows: Rows) -> Table:
-    """Returns the table of the uses of idle engines."""
+    """Returns a table of the gains from moving, racing and `run_ahead`. `rows` are those of the part `tails`."""
     table = new_table(
         "seconds of a rollout over those of engines that draft alike, with neither; the last three are means over six steps"
     )
@@ -150,7 +153,10 @@ def tail_table(rows: Rows) -> Table:
 
 
 def region_table(rows: Rows) -> Table:
-    """Returns the table of remote drafters compared with coupled ones, by the cost of a draft, requests and acceptance."""
+    """Returns a table that compares remote drafters with coupled ones. `rows` are those of the part `region`.
+
+    Its axes are the cost of a draft token, the number of requests per GPU, and the acceptance rate.
+    """
     table = new_table("tokens a second of remote drafters over the best coupled ones (free: their GPUs cost nothing)")
     acceptances = sorted({row["p"] for row in rows})
     for name in ("policy", "a GPU", "draft/step", *(f"p {p}" for p in acceptances)):
@@ -165,7 +171,10 @@ def region_table(rows: Rows) -> Table:
 
 
 def picture(facts: dict[str, Any]) -> bytes:
-    """Returns the picture as PNG bytes: speed over plain by acceptance, and where remote drafters win."""
+    """Returns charts as PNG bytes.
+
+    They show the layouts' speed by acceptance rate, and the cases in which remote drafters win.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
@@ -188,7 +197,10 @@ def picture(facts: dict[str, Any]) -> bytes:
 
 
 def _draw_speeds(ax: Axes, rows: Rows) -> None:
-    """Draws speed over plain by acceptance, for the largest number of GPUs in the rows."""
+    """Draws the speed of each layout over plain decoding by acceptance rate.
+
+    Only the rows with the largest number of GPUs are drawn.
+    """
     rows = [r for r in rows if r["num_gpus"] == max(row["num_gpus"] for row in rows)]
     plain = {r["p"]: r["seconds"] for r in rows if r["layout"] == NO_DRAFTS}
     for name, colour in _COLOURS.items():
@@ -199,7 +211,7 @@ def _draw_speeds(ax: Axes, rows: Rows) -> None:
 
 
 def _draw_region(ax: Axes, rows: Rows) -> None:
-    """Draws the ratio of both layouts. Orange is where remote drafters win."""
+    """Draws the speed of remote drafters divided by that of the best coupled ones. It is orange where remote drafters win."""
     if not rows:
         return
     ratios, sizes = (sorted({r[key] for r in rows}) for key in ("ratio", "per_gpu"))
@@ -220,7 +232,7 @@ PARTS = ("layouts", "tails", "region")
 
 
 def main() -> int:
-    """Prints tables, and writes DIR/layouts.json after each row's case and DIR/layouts.png at the end."""
+    """Runs the bench. Prints tables, and writes `layouts.json` after each case and `layouts.png` at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)

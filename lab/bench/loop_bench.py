@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the whole loop of GRPO with and without speculation, and compares step times, idle cores, rewards and policy gap.
+"""Runs GRPO with and without speculation, and compares step times, idle cores, rewards and the policy gap.
 
     python -m lab.bench.loop_bench CONFIG [key=value ...] --out DIR [--steps 24] [--only WAY ...]
 
-Each way is a run of CONFIG from the same policy, with the same prompts and seeds, on two cores. DIR gets the run directories.
+Each way is a run of CONFIG from the same policy, with the same prompts and seeds, on two cores. The policy gap is the mean
+absolute difference between the log-probs of sampled tokens in the engine and in the trainer. DIR gets the run directories.
 """
 
 import os
@@ -46,7 +47,11 @@ _ALL = ("checkpointing.enabled=false", f"{_BLOCK}.verify.requests_per_step=0")
 
 @dataclass(frozen=True)
 class Way:
-    """A run, with its changes of the config and the cores of its trainer (and of its engine, if it has only one)."""
+    """A way to run GRPO.
+
+    `changes` are its overrides of the config. `trainer_threads` is the number of cores of its trainer. If there is only one
+    engine, the engine has the same number of cores.
+    """
 
     name: str
     changes: tuple[str, ...]
@@ -65,7 +70,10 @@ class Way:
 
     @property
     def style(self) -> dict[str, Any]:
-        """Returns Matplotlib's options for its line. A plain line is broad and pale, so that a line on top is visible."""
+        """Returns Matplotlib's options for the way's line in a chart.
+
+        The line of plain decoding is broad and pale, so that a line on top of it is visible.
+        """
         return {"color": light(self.colour), "linewidth": 4.0} if self.is_plain else {"color": self.colour}
 
 
@@ -77,12 +85,16 @@ WAYS = (
     Way("asynchronous, plain", (*_ASYNC, *_PLAIN), 1, ORANGE),
     Way("asynchronous, ours", _ASYNC, 1, ORANGE),
 )
-"""The ways to run. "One engine" uses both cores, and then training does. "Two workers" have a core each, and requests move.
-"Asynchronous" gives one core to a worker and the other to the trainer."""
+"""The ways to run GRPO. With "one engine", the engine and the trainer use both cores one after the other. With "two workers",
+two engines have a core each, and requests move between them. With "asynchronous", an engine has one core and the trainer has
+the other."""
 
 
 def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Sequence[Record]:
-    """Returns the lines of a run's metrics. Raises CalledProcessError if the run fails. Its output is in `folder`."""
+    """Runs GRPO in a way, and returns the lines of its metrics.
+
+    The run's output goes to `output.txt` in `folder`. Raises CalledProcessError if the run fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.trainer_threads)}
     command = [
@@ -102,7 +114,10 @@ def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Seque
 
 
 def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns medians over the steps that count. The reward is the mean of the last quarter instead."""
+    """Returns the figures of a way over the steps after its warm-up.
+
+    The reward is the mean of the last quarter of all steps.
+    """
     counted = steps[WARM_UP:] if way.is_async else steps[1:]
     last = steps[-max(1, len(steps) // 4) :]
     return {
@@ -121,25 +136,25 @@ def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def generation_s(step: Record) -> float:
-    """Returns the seconds of generation that training waits for in a step."""
+    """Returns for how many seconds of a training step the trainer waits for generation."""
     return float(step["generation_s"])
 
 
 def step_s(step: Record) -> float:
-    """Returns the seconds of a step, the sum of its consecutive parts."""
+    """Returns the seconds of a training step, which are the sum of the seconds of its parts."""
     return generation_s(step) + step["logprob_s"] + step["train_s"] + step["refit_s"] + head_s(step)
 
 
 def head_s(step: Record) -> float:
-    """Returns the seconds that training a head took in a step."""
+    """Returns how many seconds of a training step were spent on training a draft head."""
     return float(step.get("draft_refresh", {}).get("refresh_s") or 0.0)
 
 
 def idle_share(step: Record) -> float:
-    """Returns the share of both cores' time without work.
+    """Returns the share of the time of both cores in which they had no work.
 
-    In a synchronous run a worker idles if it ends before the other. In an asynchronous run a worker idles if it has nothing to
-    do, and the trainer idles while it waits.
+    In a synchronous run, an engine idles if it ends before the other. In an asynchronous run, an engine idles if it has no
+    requests, and the trainer idles while it waits for samples.
     """
     if "collector_idle_s" in step:
         return float((generation_s(step) + min(step["collector_idle_s"], step_s(step))) / (2 * step_s(step)))
@@ -147,7 +162,7 @@ def idle_share(step: Record) -> float:
 
 
 def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
-    """Draws by step the rewards, and the gap between the samples and the policy that is trained on them."""
+    """Draws the reward and the policy gap of each run by training step."""
     with matplotlib.rc_context(STYLE):
         figure = Figure((8.0, 3.0), layout="constrained")
         FigureCanvasAgg(figure)
@@ -173,7 +188,7 @@ def _line(steps: Sequence[Record], key: str, window: int) -> tuple[np.ndarray, n
 
 
 def main() -> int:
-    """Prints a table. Writes DIR/loop.json and DIR/loop.png."""
+    """Runs the bench. Prints a table, and writes `loop.json` and `loop.png` into the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])

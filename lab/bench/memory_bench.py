@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the memory that the block's tensors take in an engine, by the number of request slots.
+"""Measures how much memory this package's tensors take in an engine, by the number of request slots.
 
-`python -m lab.bench.memory_bench MODEL [--slots 32,128,256,1024] [--length 8192]`. Each engine is a process of its own. The
-figures count the tensors that this package's code has created and still holds when the engine has started. On a GPU they
-are in its memory, apart from some small ones on the host. What vLLM allocates for its own part of speculation, such as the
-weights of a draft head or CUDA graphs, is not counted.
+`python -m lab.bench.memory_bench MODEL [--slots 32,128,256,1024] [--length 8192]` prints a table. Each engine is a process of
+its own. The figures count the tensors that this package's code has created and that still exist when the engine has started.
+On a GPU almost all of them are in its memory, and some small ones are on the host. What vLLM allocates for its own part of
+speculation, such as the weights of a draft head or CUDA graphs, is not counted.
 """
 
 import argparse
@@ -39,7 +39,7 @@ OWN = "/nemo_specrollout/"
 
 
 def measure(way: str, model: Path, num_slots: int, length: int) -> dict[str, float]:
-    """Returns the MiB of this package's tensors in an engine that starts in this process, by the package that made them."""
+    """Starts an engine in this process. Returns the MiB of this package's tensors by the subpackage that created them."""
     held: list[tuple[weakref.ref[torch.Tensor], str]] = []
     for name in CREATORS:
         setattr(torch, name, _noted(getattr(torch, name), held))
@@ -56,7 +56,7 @@ def measure(way: str, model: Path, num_slots: int, length: int) -> dict[str, flo
 
 
 def _held_mib(held: Sequence[tuple["weakref.ref[torch.Tensor]", str]]) -> dict[str, float]:
-    """Returns the MiB of those tensors that still exist, by the package that made them."""
+    """Returns the MiB of those tensors in `held` that still exist, by the subpackage that created them."""
     totals: dict[str, float] = {}
     for reference, package in held:
         tensor = reference()
@@ -66,7 +66,7 @@ def _held_mib(held: Sequence[tuple["weakref.ref[torch.Tensor]", str]]) -> dict[s
 
 
 def _noted(create: Callable[..., torch.Tensor], held: list[Any]) -> Callable[..., torch.Tensor]:
-    """Returns `create`, which also notes a weak reference to each tensor that this package's code asks for."""
+    """Returns a function like `create` that also adds to `held` a weak reference to each tensor which this package creates."""
 
     def created(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = create(*args, **kwargs)
@@ -79,7 +79,7 @@ def _noted(create: Callable[..., torch.Tensor], held: list[Any]) -> Callable[...
 
 
 def main() -> None:
-    """Prints the table, and the figures of one engine as JSON where `--way` names it."""
+    """Prints the table. With `--way`, prints the figures of one engine as JSON instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="folder of a policy; its weights are not read")
     parser.add_argument("--slots", default="32,128,256,1024", help="values of max_num_seqs, separated by commas")

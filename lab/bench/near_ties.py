@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recomputes the near-ties of a text under given weights, by one forward pass and the engine's own sampling kernels.
 
-Shapes: P tokens of a text, V vocabulary, S request slots (one), L places of a sequence.
+Shapes: P tokens of a text, V tokens of the vocabulary, S request slots (one), L positions of prompt and text, R rows of
+logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,26 +17,26 @@ from nemo_specrollout.generation.step.sampled_rows import Logits, RowKeys, TieTa
 
 Array = np.ndarray[Any, Any]
 _ROWS = 128
-"""Number of rows of logits computed at a time. Logits are the largest tensors here."""
+"""Number of rows of logits that are computed at a time, because logits are the largest tensors of the computation."""
 
 
 class Ties(NamedTuple):
-    """The tokens that weights would sample after each beginning of a text, even if the text continues differently."""
+    """The best and the second-best token under given weights at each position of a text, after the text's tokens before it."""
 
     token_P: Array
-    """The token with the best perturbed score, int32."""
+    """The token with the best noisy score, int32."""
     gap_P: Array
-    """Score gap to the second-best token, in nats, float32."""
+    """Score gap between the best and the second-best token, in nats, float32."""
     runner_up_P: Array
-    """The token with the second-best score, int32."""
+    """The token with the second-best noisy score, int32."""
 
     def cut(self, length: int | None) -> "Ties":
-        """Returns the ties of the first `length` tokens, or of all if `length` is None."""
+        """Returns the values for the first `length` tokens, or for all tokens if `length` is None."""
         return Ties(*(values[:length] for values in self))
 
 
 class TieFinder:
-    """Owns a model of Hugging Face's transformers, whose weights can be replaced."""
+    """Finds the near-ties of texts. Owns a model of Hugging Face's transformers, whose weights can be replaced."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, temperature: float) -> None:
         """Builds the model that `folder` describes. Its weights are undefined at first."""
@@ -45,7 +46,10 @@ class TieFinder:
         self._temperature_S = torch.tensor([temperature], dtype=torch.float32)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces the weights, by Hugging Face name."""
+        """Replaces the model's weights. `tensors` has pairs of a Hugging Face name and a tensor.
+
+        Raises ValueError if the model has no tensor of such a name.
+        """
         loaded = self._model.load_state_dict(dict(tensors), strict=False)
         if loaded.unexpected_keys:
             raise ValueError(f"{loaded.unexpected_keys[0]} is not a tensor of the model")
@@ -53,7 +57,7 @@ class TieFinder:
 
     @torch.inference_mode()
     def ties(self, prompt: Sequence[int], text: Sequence[int], seed: int) -> Ties:
-        """Returns the ties of a response to a prompt under the noise of a seed."""
+        """Returns the ties of the response `text` to a prompt. The noise is that of a request with this seed."""
         whole = [*prompt, *text]
         hidden_PH = self._model.model(torch.tensor([whole[:-1]])).last_hidden_state[0, len(prompt) - 1 :]
         tables = TieTables(torch.zeros(1, len(whole)), torch.zeros(1, len(whole), dtype=torch.int32), torch.ones(1) > 0)

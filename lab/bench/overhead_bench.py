@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the cost of the block: start-up, memory, and our share of each step by number of requests.
+"""Measures what the block costs in start-up time, in memory, and in each engine step by number of requests.
 
-`python -m lab.bench.overhead_bench [--batches 64,256,1024]`. Each way runs in a process of its own. On a CPU our part
-includes the look-up and the choice of drafts, which a GPU does on the device. The host's part leaves them out.
+`python -m lab.bench.overhead_bench [--batches 64,256,1024]` prints a table. Each way runs in a process of its own. On a CPU
+our part of an engine step includes the look-up and the choice of drafts, which a GPU does on the device. The host's part
+leaves them out.
 """
 
 import argparse
@@ -33,10 +34,11 @@ WAYS: dict[str, tuple[str, ...] | None] = {
 
 
 def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
-    """Returns figures of one way, measured in this process: seconds to start, and megabytes.
+    """Returns the figures of one way, measured in this process.
 
-    Each batch adds medians of its decode steps in milliseconds: the step, our part of it, and the host's share of our part.
-    Each request has drafts verified in each step.
+    `start_s` is the seconds of starting, and `memory_mb` the memory in MB. For each batch size there are medians over decode
+    steps in milliseconds. They are of the whole step, of our part of it, and of the share of our part that the host does.
+    Every request has drafts in every step.
     """
     set_process_environment()
     kernel_seconds = _timed_kernels()
@@ -67,7 +69,10 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
 
 
 def _timed_kernels() -> list[float]:
-    """Makes the kernels of the draft board on a CPU time themselves. Returns the list of the seconds of each step."""
+    """Makes the draft board's kernels on a CPU measure their time.
+
+    Returns a list that gets the seconds of each engine step.
+    """
     observe = own_kernels.observe
     choose = own_kernels.choose
     step_s: list[float] = []
@@ -89,13 +94,13 @@ def _timed_kernels() -> list[float]:
 
 
 def _memory_mb() -> float:
-    """Returns the resident memory of this process, MB."""
+    """Returns the resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 1e6
 
 
 def main() -> None:
-    """Prints the table, or the figures as JSON if `--way` names a single way."""
+    """Prints the table. With `--way`, prints the figures of one way as JSON instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="64,256,1024", help="numbers of requests, separated by commas")
     parser.add_argument("--way", choices=WAYS, help="measure this one alone, and print JSON")

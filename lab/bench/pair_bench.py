@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 BATCH_TOKENS: Mapping[int, int] = {1: 96, 4: 64, 8: 48, 16: 32, 32: 24}
-"""Length of each response by the number of requests, in tokens."""
+"""Number of tokens of each response, by the number of requests."""
 DRAINING, DRAINED, SHORTEST, LONGEST = "draining", 16, 16, 256
-"""Name, number of requests, and shortest and longest length (tokens) of a rollout whose lengths are a geometric sequence."""
+"""Name, number of requests, and shortest and longest response (tokens) of a rollout whose lengths are a geometric sequence."""
 PROMPT_SEED = 74
 """Seed of the problems. The draft model was trained on other problems."""
 TWO, ONE = 2, 1
@@ -54,12 +54,12 @@ WAYS: Sequence[tuple[int, Way]] = (
     (ONE, Way(BOTH)),
 )
 MODES = {TWO: (PLAIN, COUPLED), ONE: (COUPLED, DECOUPLED, BOTH)}
-"""Layouts of the engines in a process, by its number of threads."""
+"""The layouts whose engines run in a process, by the process's number of threads."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A rollout's name and the length of each response in tokens."""
+    """A rollout to time, with its name and the length of each response in tokens."""
 
     name: str
     lengths: tuple[int, ...]
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass
 class Found:
-    """The results of the rounds so far, by load, number of threads and way, with one entry per round."""
+    """The timed rollouts so far, by load, number of threads and way. Each has one entry per round."""
 
     timed: dict[tuple[str, int, Way], list[Timed]] = field(default_factory=dict)
 
@@ -77,10 +77,14 @@ class Found:
         return [plain.seconds / timed.seconds for plain, timed in pairs]
 
     def ratio(self, load: str, threads: int, way: Way) -> float:
+        """Returns the median over rounds of the seconds of the policy alone divided by those of a way."""
         return statistics.median(self.ratios(load, threads, way))
 
     def acceptance(self, load: str) -> float:
-        """Returns P(a draft is right after right ones), from the layout that drafts fewest in the policy's engine."""
+        """Returns the probability that a draft token is right if the ones before it are.
+
+        It is computed from the measurements of the `Way` that drafts the fewest tokens in the policy's engine.
+        """
         timed = self.timed[load, *WAYS[1]]
         counts = {
             name: sum(t.after[name] - t.before[name] for t in timed if len(t.before) > 1)
@@ -89,13 +93,16 @@ class Found:
         return acceptance_of([{"mode": COUPLED, **counts}]) if counts["proposed"] else 0.0
 
     def best_fixed(self, load: str) -> tuple[int, Way]:
-        """Returns the fastest way with a fixed number of drafts."""
+        """Returns the fastest way with a fixed number of drafts, with its number of threads."""
         fixed = [key for key in WAYS if key[1].k or key[1].mode == PLAIN]
         return max(fixed, key=lambda key: self.ratio(load, *key))
 
 
 def loads(batches: Sequence[int], scale: float) -> list[Load]:
-    """Returns the rollouts of a round, one for each number of requests and the draining one."""
+    """Returns the rollouts of a round. There is one for each number of requests, and one that drains.
+
+    `scale` is a factor on the lengths of all responses.
+    """
     found = []
     for batch in batches:
         tokens = BATCH_TOKENS.get(batch, 32)
@@ -105,7 +112,10 @@ def loads(batches: Sequence[int], scale: float) -> list[Load]:
 
 
 def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
-    """Returns the load's requests, alternately problems of the policy's training tasks and free text."""
+    """Returns the requests of a load.
+
+    Their prompts alternate between problems of the policy's training tasks and free text.
+    """
     from lab.local.step_rollout import load_tokenizer
     from lab.local.tasks import FreeText, ReasoningGymTask, Task
     from lab.policies.distilled_draft import SYSTEM_PROMPT, TASKS
@@ -121,7 +131,7 @@ def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
 
 
 def measured_tables(children: Mapping[int, ProcessPoolExecutor], pair: Pair) -> CostTables:
-    """Returns the planner's measurements, made with the running engines."""
+    """Returns the planner's cost tables, measured with the running engines in the child processes."""
     found = {n: c.submit(pair_engines.measure, pair, PROFILED, n == ONE).result() for n, c in children.items()}
     curves = {
         name: tuple(CostCurve(n, PROFILED, tuple(costs[name])) for n, costs in found.items() if name in costs)
@@ -134,7 +144,7 @@ def measured_tables(children: Mapping[int, ProcessPoolExecutor], pair: Pair) -> 
 
 
 class Plan:
-    """The planner's predictions for one load, as speed relative to the policy alone on all threads."""
+    """What the planner predicts for one load, as speeds relative to the policy alone on all threads."""
 
     def __init__(self, tables: CostTables, load: Load, acceptance: float) -> None:
         self._tables = tables
@@ -144,7 +154,7 @@ class Plan:
         starts = [0, *ends[:-1]]
         rest = zip(range(len(ends), 0, -1), starts, ends, strict=True)
         self._stages = [(batch, end - start) for batch, start, end in rest if end > start]
-        """Numbers of requests that run together, with the tokens that each of them gets meanwhile."""
+        """Pairs of a number of requests that run together, and the number of tokens that each of them gets in this time."""
 
     def speed(self, threads: int, way: Way) -> float | None:
         """Returns the predicted speed of a way, or None if the way chooses its number of drafts itself."""
@@ -154,11 +164,11 @@ class Plan:
         return None if seconds is None else (self._seconds(TWO, Way(PLAIN)) or 0.0) / seconds
 
     def choice(self, ways: Sequence[tuple[int, Way]]) -> tuple[int, Way]:
-        """Returns the way with the highest predicted speed among these."""
+        """Returns the way with the highest predicted speed, with its number of threads."""
         return max(ways, key=lambda key: self.speed(*key) or 0.0)
 
     def best_in_words(self) -> str:
-        """Returns the best option of all, measured or not, for the number of requests at the start."""
+        """Returns in words the best of all options that the planner knows, for the number of requests at the start."""
         best = self._placement(self._stages[0][0]).best
         return f"{best.in_words('thread')} ({best.speedup:.2f}x)"
 
@@ -183,7 +193,10 @@ def _fits(option: Option, threads: int, way: Way) -> bool:
 
 
 def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
-    """Returns for each way its speed over the policy alone, the prediction, and if its tokens equal plain decoding's."""
+    """Returns a row for each way, with its measured and its predicted speed over the policy alone.
+
+    `equal` says whether its tokens are those of plain decoding.
+    """
     expected = found.timed[load.name, TWO, Way(PLAIN)][0].token_ids
     rows = []
     for threads, way in WAYS:
@@ -213,7 +226,10 @@ def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
 
 
 def verdict_of(load: Load, found: Found, plan: Plan) -> dict[str, Any]:
-    """Returns whether the planner chose the best fixed way, and how near to it the self-choosing ways come."""
+    """Returns whether the planner's choice is the fastest way with a fixed number of drafts.
+
+    The result also compares the ways that choose their number of drafts themselves with this fastest way.
+    """
     fixed = [key for key in WAYS if key[1].k or key[1].mode == PLAIN]
     best = found.best_fixed(load.name)
     chosen = plan.choice(fixed)
@@ -236,7 +252,10 @@ def verdict_of(load: Load, found: Found, plan: Plan) -> dict[str, Any]:
 
 
 def run_pair(options: argparse.Namespace, console: Console) -> int:
-    """Measures the pair round by round. Prints tables and writes `pair.json` after each. Returns the exit code."""
+    """Runs the bench for a real pair of models. Returns the exit code.
+
+    Prints tables and writes `pair.json` after each round.
+    """
     batches = options.batches or list(BATCH_TOKENS)
     if max(batches) > MOST_REQUESTS:
         console.print(f"--batches: {max(batches)}; an engine of this bench runs at most {MOST_REQUESTS}")
@@ -273,7 +292,10 @@ def _round(
     ways: Sequence[tuple[int, Way]],
     console: Console,
 ) -> dict[tuple[str, int, Way], Timed]:
-    """Rolls out each load in each of the ways, in this order. Pauses let a remote drafter finish its remaining work."""
+    """Rolls out each load in each of the ways, in this order, and returns the timed rollouts.
+
+    A pause before each rollout lets a remote drafter finish its remaining work.
+    """
     found = {}
     for load, requests in work.items():
         for threads, way in ways:

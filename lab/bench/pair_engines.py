@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a real pair of policy and draft model, in every layout of two cores, and the planner's measurements of them.
+"""Runs the engines for `pair_bench` in its child processes, and measures what the planner needs to know about them.
 
-Everything here runs in a child process of `pair_bench`. A layout has one engine, whose speculation policy changes from rollout
-to rollout: no drafts, a fixed number of drafts, or as many drafts as pay.
+There is one engine for each layout of drafting on two cores. The speculation policy of an engine changes from rollout to
+rollout and drafts nothing, a fixed number of tokens, or as many tokens as pay.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ LONGEST_TEXT, MOST_REQUESTS = 512, 32
 KV_BYTES, DRAFTER_KV_BYTES = 288 << 20, 64 << 20
 PROFILED, PROFILED_STEPS, PROFILED_TEXT = (1, 4, 16, 32), 8, 256
 POSITIONS = 8
-"""Largest number of drafts of a request in a step."""
+"""Largest number of draft tokens of a request in an engine step."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class Pair:
 
 
 def block_of(mode: str, draft: str, addresses: Sequence[str] = ()) -> SpecrolloutConfig:
-    """Returns the block of a layout's engine. Remote drafters are those at `addresses`, or one that the engine starts."""
+    """Returns the block for a layout's engine.
+
+    Its remote drafter is the one at `addresses`. Without addresses, the engine starts a remote drafter itself.
+    """
     kwargs = {"kv_cache_memory_bytes": DRAFTER_KV_BYTES}
     where = {"addresses": tuple(addresses)} if addresses else {"workers": 1}
     remote = RemoteDrafterConfig(model=draft, max_requests=2 * MOST_REQUESTS, vllm_kwargs=kwargs, **where)
@@ -57,7 +60,7 @@ def block_of(mode: str, draft: str, addresses: Sequence[str] = ()) -> Specrollou
 
 
 def generation_of(block: SpecrolloutConfig) -> GenerationConfig:
-    """Returns the config of float32 rollouts at temperature 1."""
+    """Returns the config of an engine that samples in float32 at temperature 1."""
     kwargs = {
         "kv_cache_memory_bytes": KV_BYTES,
         "max_num_seqs": MOST_REQUESTS,
@@ -70,13 +73,16 @@ def generation_of(block: SpecrolloutConfig) -> GenerationConfig:
 
 _engines: "dict[str, RolloutEngine]" = {}
 _policies: dict[str, Any] = {}
-"""The speculation policy by which each engine chooses its number of drafts itself."""
+"""The speculation policy that each engine had at its start. It chooses the number of drafts itself."""
 _weights: dict[str, "torch.Tensor"] = {}
 """The policy's weights in the first engine, by name."""
 
 
 def start(pair: Pair, modes: Sequence[str]) -> None:
-    """Starts the engines of these layouts. A layout with both drafters shares the remote one with the decoupled layout."""
+    """Starts the engines of these layouts in this process.
+
+    The layout with both drafters uses the remote drafter of the decoupled layout's engine.
+    """
     from lab.local.engine import RolloutEngine
 
     for mode in modes:
@@ -104,7 +110,7 @@ def roll_out(way: Way, requests: "Sequence[RolloutRequest]") -> Timed:
 def engine_for(way: Way) -> "RolloutEngine":
     """Returns the engine of the way's layout, after giving it the way's speculation policy.
 
-    With a `k` above 0, this policy drafts k tokens of each request. With 0, it is the engine's own.
+    With a `k` above 0, this policy drafts k tokens of each request. With 0, it is the one that the engine had at its start.
     """
     engine = _engines[way.mode]
     policy = FixedPolicy(way.k, POSITIONS) if way.k else _policies[way.mode]
@@ -113,7 +119,7 @@ def engine_for(way: Way) -> "RolloutEngine":
 
 
 class _Given:
-    """Gives a worker a speculation policy."""
+    """A callable that gives a worker a speculation policy, if the worker has drafters."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
@@ -128,9 +134,10 @@ def _policy_of(worker: Any) -> Any:
 
 
 def measure(pair: Pair, batches: tuple[int, ...], with_drafter: bool) -> Mapping[str, list[float]]:
-    """Returns seconds of verifying, of drafting in the policy's engine, and of a drafter's engine, by rows or requests.
+    """Returns the seconds of verifying, of drafting in the policy's engine, and of drafting in a drafter's engine.
 
-    Uses the running engines. If `with_drafter` is true, it also measures `draft_s`, for which it starts a new engine.
+    Each list has the seconds for each number of requests in `batches`. The first two are measured in running engines. Drafting
+    in a drafter's engine is measured only if `with_drafter` is true, because it needs a new engine.
     """
     generation = generation_of(block_of(COUPLED, str(pair.draft)))
     short = replace(generation, vllm_cfg=replace(generation.vllm_cfg, max_model_len=PROFILED_TEXT))
@@ -154,7 +161,7 @@ def _undrafted(engine: "RolloutEngine") -> "RolloutEngine":
 
 
 class _Silent(FixedPolicy):
-    """Drafts nothing, and keeps the draft model from reading any text."""
+    """A speculation policy that drafts nothing and keeps the draft model from reading any text."""
 
     is_dormant = True
 
@@ -163,6 +170,6 @@ class _Silent(FixedPolicy):
 
 
 def close() -> None:
-    """Stops the engines, the last one first, because it may use a drafter of an earlier one."""
+    """Stops the engines of this process. The last one is stopped first, because it may use a drafter of an earlier one."""
     while _engines:
         _engines.popitem()[1].close()

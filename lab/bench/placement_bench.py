@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times plain, coupled and decoupled rollouts of one policy and one draft model, and compares them with the planner.
+"""Times rollouts of a policy with a draft model in several layouts, and compares them with the planner's predictions.
 
-python -m lab.bench.placement_bench --out DIR [--hidden 192 --layers 16 --vocabulary 4096] [--upper-scale 0.2]
-python -m lab.bench.placement_bench --out DIR --trained
-python -m lab.bench.placement_bench --out DIR --policy models/smollm2_start --draft models/smollm2_draft [--rounds 3]
+    python -m lab.bench.placement_bench --out DIR [--hidden 192 --layers 16 --vocabulary 4096] [--upper-scale 0.2]
+    python -m lab.bench.placement_bench --out DIR --trained
+    python -m lab.bench.placement_bench --out DIR --policy models/smollm2_start --draft models/smollm2_draft [--rounds 3]
 
-By default the bench makes a pair with random weights. With `--trained`, DIR has the models `policy` and `draft`, which
-`lab.policies.warm_start` trained for the demo's task. A real pair is measured by `pair_bench.py` in its own way.
-All engines run from the beginning to the end. Rounds go through all of them, and ratios are of medians. An engine has one
-thread or as many as there are cores, each number in a process of its own. The decoupled drafter is one more process.
+The layouts are plain decoding, coupled drafting in the policy's engine, and decoupled drafting in a remote drafter. By default
+the bench makes a pair of models with random weights. With `--trained`, DIR has the models `policy` and `draft`, which
+`lab.policies.warm_start` trained for the demo's task. With `--policy` and `--draft`, `pair_bench.py` measures a real pair.
+
+All engines are started before the first round and run until the end. Each round goes through all of them, and a speedup is a
+ratio of median seconds. There are engines with one thread, and engines with as many threads as there are cores. Engines with
+the same number of threads share a process. A remote drafter is one more process.
 """
 
 import argparse
@@ -50,7 +53,7 @@ Prompts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Work:
-    """Requests to roll out."""
+    """The requests of a rollout."""
 
     prompts: Prompts
     """Token ids of the prompts."""
@@ -66,14 +69,14 @@ _engines: dict[Way, "RolloutEngine"] = {}
 
 
 def generation_of(block: SpecrolloutConfig, tokens: int) -> GenerationConfig:
-    """Returns the config of float32 rollouts at temperature 1."""
+    """Returns the config of an engine that samples in float32 at temperature 1, with responses of up to `tokens` tokens."""
     kwargs = {"kv_cache_memory_bytes": _KV_BYTES, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
     engine = VllmConfig(max_model_len=1024, precision="float32", enforce_eager=True)
     return GenerationConfig(vllm_cfg=engine, max_new_tokens=tokens, vllm_kwargs=kwargs, specrollout=block)
 
 
 def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
-    """Starts the engines of a child process."""
+    """Starts an engine for each way in this child process. `folder` has the models, and `tokens` bounds the responses."""
     from lab.local.engine import RolloutEngine
 
     for way in ways:
@@ -82,7 +85,7 @@ def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
 
 
 def roll_out(way: Way, work: Work) -> Timed:
-    """Rolls out the requests in a child process. They are the same for every way."""
+    """Rolls out requests in this child process, in the engine of a way. All ways get the same requests."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     length = work.tokens if work.is_exact else None
@@ -91,7 +94,7 @@ def roll_out(way: Way, work: Work) -> Timed:
 
 
 def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
-    """Measures in a child process the costs that the planner needs."""
+    """Measures in this child process the seconds of verifying and drafting that the planner needs."""
     from lab.bench.cost_profile import ProfileSpec, measure
 
     block = BESIDE[0].block(str(folder / "draft"))
@@ -100,13 +103,13 @@ def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[s
 
 
 def close() -> None:
-    """Stops the engines of a child process."""
+    """Stops the engines of this child process."""
     while _engines:
         _engines.popitem()[1].close()
 
 
 class Bench:
-    """Owns a process for each number of threads, and the measurements."""
+    """Owns a child process for each number of threads, in which the engines run."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         self.folder = folder
@@ -118,7 +121,7 @@ class Bench:
             self.ways |= {(threads, way): child for way in ways}
 
     def tables(self, batches: tuple[int, ...]) -> CostTables:
-        """Measures the profile, before the engines start."""
+        """Returns the planner's cost tables. The child processes measure them before their engines start."""
         found = {
             n: c.submit(measure_costs, self.folder, self.tokens, batches).result() for n, c in self._children.items()
         }
@@ -133,7 +136,7 @@ class Bench:
             child.submit(start, self.folder, [w for n, w in self.ways if n == threads], self.tokens).result()
 
     def rounds(self, work: Work, num_rounds: int) -> dict[tuple[int, Way], list[Timed]]:
-        """Returns the rollouts of every way, which take turns. The first round warms up and is dropped."""
+        """Returns the timed rollouts of every way. The ways take turns. The first round warms up and is dropped."""
         found: dict[tuple[int, Way], list[Timed]] = {key: [] for key in self.ways}
         for _ in track(range(num_rounds + 1), f"batch {len(work.prompts)}", transient=True):
             for (threads, way), child in self.ways.items():
@@ -148,7 +151,10 @@ class Bench:
 
 
 def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[str, Any]]:
-    """Returns for each way its seconds, speedup over the fastest plain engine, and if its tokens equal plain decoding's."""
+    """Returns a row for each way, with its seconds and its speedup over the fastest plain engine.
+
+    `equal` says whether its tokens are those of plain decoding.
+    """
     expected = found[1, Way("plain")][0].token_ids
     plain_s = min(_median_s(t) for (_, way), t in found.items() if way.mode == "plain")
     return [
@@ -172,7 +178,7 @@ def _median_s(timed: Sequence[Timed]) -> float:
 
 
 def _drafter_stats(timed: Sequence[Timed]) -> dict[str, Any]:
-    """Returns the drafts verified and accepted, and how well a drafter kept up."""
+    """Returns how many draft tokens were verified and accepted, and how well a remote drafter kept up with its verifier."""
     before = timed[0].before
     after = timed[-1].after
     counts = {name: after[name] - before[name] for name in ("proposed", "accepted")}
@@ -182,7 +188,10 @@ def _drafter_stats(timed: Sequence[Timed]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints a table for each batch, and writes all rows to DIR/placement.json."""
+    """Runs the bench.
+
+    Prints a table for each number of requests, and writes all rows to `placement.json` in the folder `--out`.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     for name, default in (("hidden", 192), ("layers", 16), ("vocabulary", 4096), ("tokens", 256), ("rounds", 3)):
@@ -207,7 +216,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Runs the whole bench."""
+    """Runs the whole bench for a pair of models with random weights, or for the pair that was trained for the demo's task."""
     bench = Bench(options.out, options.tokens)
     shape: dict[str, Any] = {n: getattr(options, n) for n in ("hidden", "layers", "vocabulary", "upper_scale")}
     if options.trained:
@@ -237,7 +246,7 @@ def _make(shape: dict[str, Any], folder: Path) -> None:
 
 
 def random_prompts(batch: int) -> Prompts:
-    """Returns random prompts of token ids that every vocabulary has."""
+    """Returns prompts with random token ids that every vocabulary has."""
     rng = np.random.default_rng(0)
     return tuple(tuple(rng.integers(1, MAX_TOKEN_ID, PROMPT).tolist()) for _ in range(batch))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the benches of placements: a way of drafting, a timed rollout, and the processes that time them."""
+"""What the benches of placements share, which are ways of drafting, timed rollouts, and child processes."""
 
 import os
 import time
@@ -27,7 +27,7 @@ class Way:
     mode: str
     """`plain`, `coupled` or `decoupled`."""
     k: int = 0
-    """Drafts per step, or 0 for as many as pay."""
+    """Draft tokens per request and engine step, or 0 for as many as pay."""
 
     def __str__(self) -> str:
         return self.mode if self.mode == "plain" else f"{self.mode} {f'k={self.k}' if self.k else 'auto'}"
@@ -45,7 +45,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Timed:
-    """The seconds, steps and tokens of a rollout, and the engine's draft statistics before and after it."""
+    """The seconds, engine steps and tokens of a rollout, and the engine's draft statistics before and after it."""
 
     seconds: float
     num_steps: int
@@ -55,7 +55,7 @@ class Timed:
 
 
 def roll_out_in(engine: "RolloutEngine", requests: "Sequence[RolloutRequest]") -> Timed:
-    """Rolls out requests in an engine of this process."""
+    """Times a rollout of requests in an engine of this process."""
     before = _counts(engine)
     steps = engine.num_steps
     started = time.perf_counter()
@@ -65,9 +65,10 @@ def roll_out_in(engine: "RolloutEngine", requests: "Sequence[RolloutRequest]") -
 
 
 def decode_in(engine: "RolloutEngine", requests: "Sequence[RolloutRequest]") -> Timed:
-    """Rolls out requests, and times what follows the step in which the last of them gets its first token.
+    """Rolls out requests, and times only what follows the engine step in which the last of them gets its first token.
 
-    Engines find some prompts in their prefix caches, depending on what they rolled out before, so reading is not timed.
+    Reading the prompts is not timed, because engines find some of them in their prefix caches, depending on what they rolled
+    out before.
     """
     ids = engine.submit(requests, {})
     done: dict[str, Any] = {}
@@ -90,7 +91,10 @@ def _counts(engine: "RolloutEngine") -> dict[str, Any]:
 
 
 def child_with(threads: int) -> ProcessPoolExecutor:
-    """Returns a process with this number of threads, which torch reads only once, when it is loaded."""
+    """Returns an executor with one new process, in which torch has this number of threads.
+
+    A process of its own is needed, because torch reads the number only once, when it is loaded.
+    """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     child = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     child.submit(os.getpid).result()
@@ -98,7 +102,10 @@ def child_with(threads: int) -> ProcessPoolExecutor:
 
 
 def acceptance_of(rows: list[dict[str, Any]]) -> float:
-    """Returns the acceptance of a draft after right ones, as if equal at all positions, from the smallest coupled k."""
+    """Returns the probability that a draft token is right if the ones before it are, assumed to be equal at all positions.
+
+    It is computed from the row of the `Way` that drafts the fewest tokens in the policy's engine.
+    """
     row = next(r for r in rows if r["mode"] == "coupled")
     k = COUPLED_KS[0]
     mean = row["accepted"] / row["proposed"] * k

@@ -3,8 +3,8 @@
 
     python -m lab.bench.record_speculation CONFIG --out FILE.npz [key=value ...]
 
-CONFIG is one of the local runner. Its engine decodes plainly, while all drafters propose after each token. The tasks change
-from batch to batch: mixed ones, free text, mixed, repetitive, tasks that the head does not know, mixed.
+CONFIG is a config of the local runner. Its engine decodes plainly, while all drafters propose tokens after each token. The
+batches have different tasks. They are mixed ones, free text, mixed, repetitive, tasks that the head does not know, and mixed.
 """
 
 from dataclasses import replace
@@ -24,18 +24,18 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.speculation.policy import FixedPolicy
 
 UNKNOWN = ("gcd", "letter_counting", "spell_backward")
-"""Tasks of reasoning-gym for which the head was not trained."""
+"""Tasks of reasoning-gym on which the head was not trained."""
 
 
 class _OnlyProposes(FixedPolicy):
-    """Lets all drafters propose as deep as they can, and verifies nothing."""
+    """A speculation policy under which all drafters propose as many tokens as they can, and none of them are verified."""
 
     def num_drafts(self, num_requests: int, most: int) -> int:
         return 0
 
 
 def batches_of(config: RunConfig) -> list[tuple[str, list[RolloutRequest]]]:
-    """Returns the batches by name, each of one step of the config."""
+    """Returns the batches to record, as pairs of a name and requests. Each batch is a training step of the config."""
     tasks = config.workloads
     unknown: Any = [replace(config.data.tasks[0], name=name, options={}) for name in UNKNOWN]
     data: dict[str, DataConfig] = {**tasks, "unknown": replace(config.data, tasks=tuple(unknown))}
@@ -48,7 +48,7 @@ def batches_of(config: RunConfig) -> list[tuple[str, list[RolloutRequest]]]:
 
 
 def record(config: RunConfig) -> Record:
-    """Returns the record of all batches."""
+    """Rolls out all batches, and returns what the drafters have proposed."""
     engine = RolloutEngine(Path(config.policy.model_name), config.policy.generation, config.grpo.seed)
     recorder = Recorder()
 
@@ -92,7 +92,7 @@ def record(config: RunConfig) -> Record:
 
 
 def main() -> None:
-    """Records what the drafters propose, and writes it to the file."""
+    """Records what the drafters propose, and writes it to the file of `--out`."""
     log_console()
     options = bench_parser(__doc__).parse_args()
     config, _ = read_run_config(load_config(options.config, options.overrides))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates steps of an 8B policy with texts of coming steps in flight, and compares them with asynchronous steps.
+"""Simulates training steps of an 8B policy with texts made ahead for coming steps, and compares them with asynchronous steps.
 
     python -m lab.bench.rolling_table --out DIR [--requests 32,128] [--seeds 3]
 
-One engine on an H200 has 32, 128 or 256 requests of a step. The policy trains on the same GPU, or on another one. No other
-drafter is at work. Samples of asynchronous steps are one or two updates off policy; all others are on policy.
+One engine on an H200 has 32, 128 or 256 requests of a training step. The policy trains on the same GPU, or on another one.
+There is no drafter except the texts made ahead. Samples of asynchronous steps are one or two updates off policy. All others
+are on policy.
 """
 
 import argparse
@@ -32,15 +33,15 @@ MEAN_TOKENS = 1_280.0
 """Mean length of the responses."""
 AHEAD = {"one": 1, "two": 2, "auto": AUTO}
 LEAST_PROBABILITY = 0.2
-"""Smallest probability of a flip at which a near-tie gets a branch."""
+"""A near-tie gets a branch if an update of the weights flips it with at least this probability."""
 
 
 def update(tokens_to_flip: float, *, has_branches: bool) -> AheadConfig:
-    """Returns an update, with the branches that `FlipModel` would choose for it.
+    """Returns what an update of the weights does to texts, with the branches that `FlipModel` would choose for it.
 
-    A gap of g scales flips with probability 1 / (1 + exp(g)), and small gaps of all widths are equally frequent. So for each
-    flip there are log(1 / p - 1) / log(2) gaps that flip with a probability of at least p, and these have the share
-    1 + log(1 - p) / log(2) of all flips.
+    A near-tie with a score gap of g times the update's scale flips with probability 1 / (1 + exp(g)). Small gaps of all sizes
+    are equally frequent. So for each flip there are log(1 / p - 1) / log(2) near-ties that flip with a probability of at least
+    p. A share of 1 + log(1 - p) / log(2) of all flips happens at these near-ties.
     """
     if not has_branches:
         return AheadConfig(tokens_to_flip)
@@ -60,7 +61,7 @@ UPDATES = {
 
 
 def scenario(num_requests: int, is_apart: bool, ahead: AheadConfig, seed: int, lag: int = 1) -> Scenario:
-    """Returns a scenario with one engine."""
+    """Returns a scenario with one engine. If `is_apart` is true, the policy trains on another GPU with asynchronous steps."""
     training = {"mode": "async", "lag": lag, "num_steps": 16} if is_apart else {"mode": "sync"}
     tree = {
         "title": "an engine of Qwen3-8B on an H200",
@@ -77,13 +78,19 @@ def scenario(num_requests: int, is_apart: bool, ahead: AheadConfig, seed: int, l
 
 
 def asynchronous(num_requests: int, is_apart: bool, lag: int, seed: int) -> StepResult:
-    """Returns an asynchronous step. On one GPU, rollouts of several steps share the engine, which stops for training."""
+    """Simulates an asynchronous training step. `is_apart` says whether the policy trains on a GPU of its own.
+
+    If it does not, rollouts of several training steps share the engine, which stops while the policy trains.
+    """
     setting = _setting(scenario(num_requests, is_apart, UPDATES["small"], seed, lag))
     return simulate_step(setting) if is_apart else rolling_steps(setting, lag, is_exact=False)
 
 
 def rows(sizes: Sequence[int], seeds: range) -> Iterator[dict[str, Any]]:
-    """Yields the seconds of a step and of its part that waits for a rollout, as means over the seeds."""
+    """Yields a row for each setting, with the seconds of a training step and the seconds in which it waits for its rollout.
+
+    The figures are means over the seeds.
+    """
     for is_apart, num_requests in product((False, True), sizes):
         about = {"apart": is_apart, "requests": num_requests}
         for lag in (1, 2):
@@ -111,7 +118,7 @@ def _figures(name: str, update: str, steps: Sequence[StepResult]) -> dict[str, A
 
 
 def table_of(found: Sequence[dict[str, Any]]) -> Table:
-    """Returns a table of the rows."""
+    """Returns a table with a line for each of the given rows."""
     table = new_table("seconds of a step of Qwen3-8B, one engine on an H200; asynchronous steps are off policy")
     for name in ("trains on", "requests", "steps ahead", "update", "step s", "waits s", "delay"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -129,7 +136,7 @@ def table_of(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    """Prints the table and writes its rows to DIR/rolling.json."""
+    """Simulates all rows. Prints a table, and writes its rows to `rolling.json` in the folder `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--requests", default="32,128,256")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a rollout's speed by the number of running requests, for any engine in the same way and at almost no cost.
+"""Measures a rollout's speed by the number of running requests, in the same way for any engine and at almost no cost.
 
-Shapes: N bins of running requests.
+Shapes: N bins of the number of running requests.
 """
 
 from bisect import bisect_left
@@ -21,27 +21,28 @@ LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
 
 
 def bin_of(num_running: int) -> int:
-    """Returns the bin of `num_running` requests."""
+    """Returns the index of the bin for `num_running` running requests."""
     return bisect_left(MAX_RUNNING, num_running)
 
 
 @dataclass(frozen=True)
 class BinnedStats:
-    """A measured rollout, with the seconds and the tokens of each bin, float64 [N]."""
+    """A measured rollout, with its seconds and its tokens in each bin of running requests, float64 [N]."""
 
     rollouts: list[Rollout]
     stats: RolloutStats
     seconds_N: np.ndarray
     tokens_N: np.ndarray
     num_request_steps: int
-    """Unfinished requests, summed over calls of the engine's step. vLLM's own worker does not report this."""
+    """Number of unfinished requests, summed over engine steps. vLLM's own worker does not report this number."""
 
 
 class BinnedRollout:
-    """Measures a rollout by bins. Owns their seconds and tokens.
+    """Runs a rollout, and measures its seconds and tokens in each bin of running requests.
 
-    Reads the clock and counts tokens only when the bin changes, at the end of an engine step, so other steps cost nothing.
-    For example, three requests are in bin "3-4", then in "2" once one has ended, then in "1".
+    It reads the clock and counts tokens only at the end of an engine step in which the bin changes, so other steps cost
+    nothing. For example, three requests are in bin "3-4". When one of them has ended, the others are in bin "2", and the last
+    one is in "1".
     """
 
     def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], at_a_time: int | None = None) -> None:
@@ -56,6 +57,7 @@ class BinnedRollout:
 
     @property
     def is_done(self) -> bool:
+        """Returns whether all requests have ended."""
         return self._rollout.is_done
 
     def advance(self, seconds: float) -> None:
@@ -63,7 +65,7 @@ class BinnedRollout:
         self._rollout.advance(seconds)
 
     def result(self) -> BinnedStats:
-        """Returns the measurements, after all requests are done."""
+        """Returns the measurements. All requests must have ended."""
         rollouts, stats = self._rollout.result()
         return BinnedStats(rollouts, stats, self._seconds_N, self._tokens_N, self._num_request_steps)
 
@@ -71,7 +73,7 @@ class BinnedRollout:
         return min(self._num_requests - num_done, self._most_running)
 
     def _finished(self, num_done: int) -> None:
-        """Counts requests that have ended in this step. The step's tokens belong to the bin before."""
+        """Notes that `num_done` requests have ended so far. The tokens of this engine step belong to the bin before it."""
         self._num_request_steps += (self._engine.num_steps - self._num_steps) * self._num_running
         self._num_steps = self._engine.num_steps
         before = bin_of(self._num_running)

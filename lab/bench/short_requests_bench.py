@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the cost of the block where it can gain little, by many short requests of a tiny policy compared with stock vLLM.
+"""Measures what the block costs where it can gain little, with many short requests to a tiny policy, compared with stock vLLM.
 
     python -m lab.bench.short_requests_bench [--batches 64 256 1024] [--seconds 60] [--ways "all drafters" ...]
 
-All engines are in one process and take turns of a few steps, in an order that changes from round to round. A request makes
-`--length` tokens. Each round has the same prompts with other noise, like the epochs of a run.
-The time of a way is divided by that of stock vLLM in the same round, and the median of the rounds counts. A first round warms
-up. `--profile WAY` prints the time of a way by the host's functions, and how many of its steps had drafts.
+All engines are in one process and take turns of a few engine steps, in an order that changes from round to round. A request
+makes `--length` tokens. Each round has the same prompts with other noise, like the epochs of a run.
+
+The time of a way is divided by that of stock vLLM in the same round, and the table has the medians over the rounds. A first
+round warms up. `--profile WAY` prints which functions of the host take a way's time, and how many of its engine steps had
+drafts.
 """
 
 import argparse
@@ -34,20 +36,20 @@ WAYS: Mapping[str, tuple[str, ...] | None] = {
     "all drafters": ("suffix", "ngram", "eagle3"),
     "useless drafters": ("random",),
 }
-"""Types of the drafters of each way."""
+"""Types of the drafters of each way. A way with None is vLLM without our worker."""
 SHOWN = (STOCK_VLLM, "no drafters", "all drafters", "useless drafters")
 SAMPLES = 8
 """Samples of each prompt."""
 FEWEST_ROUNDS = 3
 WARM_UP = 1
 TURN_S = 0.1
-"""Seconds of a turn, which ends at the end of a step."""
+"""Seconds of a turn. A turn lasts until the engine step ends that is running then."""
 PROFILED = 40
-"""Number of functions of a profile that are printed."""
+"""Number of functions that are printed for a profile."""
 
 
 def started(ways: Sequence[str], most: int, stack: ExitStack) -> dict[str, Any]:
-    """Returns an engine for each way, with slots for `most` requests. `stack` closes them."""
+    """Starts an engine for each way, with slots for `most` requests, and returns the engines by way. `stack` closes them."""
     from lab.gpu.gpu_stage import POLICY, STOCK, block, start_engine
 
     engines = {}
@@ -63,7 +65,11 @@ def started(ways: Sequence[str], most: int, stack: ExitStack) -> dict[str, Any]:
 def play_round(
     engines: Mapping[str, Any], requests: Sequence[Any], profiled: Mapping[str, cProfile.Profile]
 ) -> dict[str, float]:
-    """Returns the seconds of each way. Raises AssertionError if ways of ours have made different tokens."""
+    """Rolls out the requests once in every engine, in turns, and returns the seconds of each way.
+
+    `profiled` has the profiles of those ways that are profiled. Raises AssertionError if ways with our worker have made
+    different tokens.
+    """
     turns = {name: MeasuredRollout(engine, requests) for name, engine in engines.items()}
     while not all(turn.is_done for turn in turns.values()):
         for name, turn in turns.items():
@@ -99,7 +105,10 @@ def measure(
 
 
 def row_of(engine: Any, took: Sequence[float], stock: Sequence[float], first_step: int, batch: int) -> list[str]:
-    """Returns the cells of a way, with its median ratio to stock, the quartiles, and figures of its steps."""
+    """Returns the table cells of a way for one batch size.
+
+    They have the median of its ratios to stock vLLM, the quartiles, and figures of the engine steps since `first_step`.
+    """
     ratios = [a / b for a, b in zip(took, stock, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     cells = [str(batch), f"{statistics.median(took):.3f}", f"{middle:.3f}", f"{low:.3f}-{high:.3f}", str(len(ratios))]
@@ -119,7 +128,7 @@ def row_of(engine: Any, took: Sequence[float], stock: Sequence[float], first_ste
 
 
 def main() -> None:
-    """Prints the table, and profiles."""
+    """Runs the bench. Prints a table, and a profile for each way in `--profile`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256, 1024], help="numbers of requests")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of each batch")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the simulator with this machine, by predicted and measured rollouts over the machine's workers.
+"""Compares rollouts that the simulator predicts with the same rollouts on this machine.
 
     python -m lab.bench.simulation_bench CONFIG --out DIR [--rounds N] [--one-worker] [key=value ...]
 
-CONFIG is one of the local runner that names an EAGLE-3 head. Each round first measures the costs of steps and the acceptance
-of the head, for each number of workers and requests, by a plain rollout and by one with k drafts. Then it runs the predicted
-rollouts, on other prompts. They are plain, with k drafts, or with the budget `auto`, whose costs were not measured.
-They have few or many requests, which stay on their worker or may move. `--one-worker` has the requests of CONFIG's step
-instead. A prediction uses only the lengths of a rollout's responses.
+CONFIG is a config of the local runner that names an EAGLE-3 head. Each round first measures the costs of engine steps and the
+acceptance of the head, by a plain rollout and by one with k drafts. It does so for each number of engines, which the options
+call workers, and for each number of requests. Then the round measures and predicts rollouts of other prompts. They are plain,
+with k drafts, or with the budget `auto`, whose costs were not measured. They have few or many requests, which stay on their
+engine or may move. With `--one-worker` there is only one engine, with the requests of CONFIG's step. Of a measured rollout,
+the prediction uses only the lengths of the responses.
 """
 
 import statistics
@@ -50,7 +51,7 @@ K = 3
 # Prompts, and samples of each.
 FEW = (4, 4)
 MANY = (8, 8)
-# The acceptance of a request with fewer steps than this does not count, because it says little.
+# The acceptance of a request with fewer engine steps than this does not count, because it says little.
 _LEAST_STEPS = 12
 # Steps with about the same number of rows are averaged, in bins whose edges have this ratio.
 _BIN = 1.25
@@ -60,7 +61,11 @@ MOVING = FastestOfNConfig(max_racers=1)
 
 @dataclass(frozen=True)
 class Case:
-    """A setting: the engines' way of drafting, their number, prompts and samples, and what may be done with the tail."""
+    """A setting in which rollouts are measured and predicted.
+
+    `kind` is the way of drafting, and `size` has the number of prompts and of samples of each prompt. `tail` says what
+    stragglers may do, or is None if they stay on their engine.
+    """
 
     kind: str
     num_workers: int
@@ -86,14 +91,14 @@ _SETTINGS: tuple[tuple[int, tuple[int, int], FastestOfNConfig | None], ...] = (
 
 
 def cases_of(config: RunConfig, one_worker: bool) -> list[Case]:
-    """Returns all settings, or with `one_worker` those of one worker with the requests of the config's own step."""
+    """Returns all settings. With `one_worker`, returns those of one engine with the requests of the config's own step."""
     own = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
     settings = ((1, own, None),) if one_worker else _SETTINGS
     return [Case(kind, *setting) for kind in (PLAIN, FIXED, AUTO) for setting in settings]
 
 
 class FirstWorkers:
-    """The first few workers of a pool, with the interface that a coordinator needs."""
+    """The first few engines of a pool, with the interface that a coordinator needs."""
 
     def __init__(self, pool: RolloutPool, number: int) -> None:
         self._pool = pool
@@ -105,10 +110,11 @@ class FirstWorkers:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Costs that a round has measured.
+    """What a round has measured for the predictions.
 
-    They are the seconds of steps by rows for each way of drafting, the seconds of the head's draft token by requests,
-    P(a draft is right) and its spread, and the mean length of a prompt.
+    `verify` has the seconds of engine steps by number of rows, for each way of drafting. `drafting` has the seconds in which
+    the head drafts one token, by number of requests. `acceptance` is the probability that a draft token is right, and `spread`
+    is the standard deviation of its log-odds between requests. `prompt_tokens` is the mean length of a prompt.
     """
 
     verify: dict[str, CostCurve]
@@ -119,7 +125,7 @@ class Calibration:
 
 
 class SimulationBench:
-    """Owns a pool of workers for each way to draft, and the coordinators of the cases."""
+    """Runs the bench. Owns a pool of engines for each way of drafting, and a coordinator for each case."""
 
     def __init__(self, config: RunConfig, cases: Sequence[Case]) -> None:
         generation = config.policy.generation
@@ -138,7 +144,7 @@ class SimulationBench:
         self._step = 0
 
     def round(self) -> dict[str, tuple[float, float]]:
-        """Returns measured and predicted seconds of each case."""
+        """Rolls out each case once, and returns the measured and the predicted seconds by name of the case."""
         # Costs are also measured by requests, because a step's time depends on the lengths of texts, which tables ignore.
         settings = dict.fromkeys((case.num_workers, case.size) for case in self._coordinators)
         known = {setting: self._calibrate(*setting) for setting in settings}
@@ -154,7 +160,7 @@ class SimulationBench:
         return found
 
     def close(self) -> None:
-        """Ends all workers."""
+        """Ends all engines."""
         for pool in reversed(self.pools.values()):
             pool.close()
 
@@ -166,14 +172,14 @@ class SimulationBench:
         return DealingCoordinator(FirstWorkers(pool, case.num_workers), policy, ladder, lengths)
 
     def _requests(self, size: tuple[int, int]) -> list[RolloutRequest]:
-        """Returns the requests of a new step, of the given number of prompts and samples."""
+        """Returns the requests of a new training step, with `size[0]` prompts and `size[1]` samples of each."""
         self._step += 1
         grpo = replace(self.config.grpo, num_prompts_per_step=size[0], num_generations_per_prompt=size[1])
         prompts = step_prompts(replace(self.config, grpo=grpo), self._step, self._task)
         return prompts.requests
 
     def _calibrate(self, num_workers: int, size: tuple[int, int]) -> Calibration:
-        """Returns the costs measured by a plain rollout and one with k drafts."""
+        """Measures what the predictions need, by a plain rollout and by a rollout with k drafts."""
         steps = {}
         rollouts = {}
         requests = {}
@@ -201,7 +207,7 @@ class SimulationBench:
 
 
 def predicted_s(case: Case, lengths_PS: np.ndarray, known: Calibration, config: RunConfig) -> float:
-    """Returns the seconds that the simulator predicts."""
+    """Returns the seconds that the simulator predicts for a rollout of a case with responses of these lengths."""
     with tempfile.TemporaryDirectory() as folder:
         scenario = _scenario(case, lengths_PS, known, config, Path(folder) / "profile.json")
         setting = Setting(Fleet(scenario), Variant(case.kind, case.kind, case.tail), traced=(lengths_PS,))
@@ -243,14 +249,14 @@ def _blocks(head: DrafterConfig) -> dict[str, SpecrolloutConfig]:
 
 
 def _decode_steps(traces: Sequence[StepRows]) -> dict[str, np.ndarray]:
-    """Returns the columns of all engines' decode steps."""
+    """Returns the columns of several engines' traces, for pure decode steps only."""
     rows = np.array([row for trace in traces for row in trace.rows], float)
     columns = dict(zip(traces[0].columns, rows.T, strict=True))
     return {name: column[columns["is_decode"] > 0] for name, column in columns.items()}
 
 
 def _curve(counts: np.ndarray, seconds: np.ndarray) -> CostCurve:
-    """Returns mean seconds by counts. Means include occasional slow steps, which are part of a rollout too."""
+    """Returns the mean seconds by count. Means include occasional slow steps, which are part of a rollout too."""
     bins = np.round(np.log(counts) / np.log(_BIN)).astype(int)
     means = [(counts[bins == b].mean(), seconds[bins == b].mean()) for b in np.unique(bins)]
     rounded: dict[int, float] = {}
@@ -262,7 +268,10 @@ def _curve(counts: np.ndarray, seconds: np.ndarray) -> CostCurve:
 def _head_quality(
     rollouts: Sequence[Rollout], sample_stats: Sequence[Sequence[dict[str, Any] | None]]
 ) -> tuple[float, float]:
-    """Returns tokens per step over all requests, and the standard deviation of acceptance log-odds without chance."""
+    """Returns the tokens per engine step over all requests, and the spread of the head's acceptance between requests.
+
+    The spread is the standard deviation of the log-odds of acceptance, without the part that chance explains.
+    """
     lengths = []
     log_odds = []
     chance = []
@@ -282,7 +291,7 @@ def _head_quality(
 
 
 def rows_of(rounds: Sequence[dict[str, tuple[float, float]]]) -> list[dict[str, Any]]:
-    """Returns for each case the median seconds, measured and predicted, and the median, least and greatest error."""
+    """Returns a row for each case, with its median measured and predicted seconds, and the errors of the predictions."""
     return [_row(name, [r[name] for r in rounds]) for name in rounds[0]]
 
 
@@ -321,7 +330,7 @@ def _rounds(bench: SimulationBench, number: int) -> Iterator[dict[str, tuple[flo
 
 
 def main() -> int:
-    """Prints a table, and writes its rows to DIR/simulation_bench.json."""
+    """Runs the bench. Prints a table, and writes its rows to `simulation_bench.json` in the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--one-worker", action="store_true", help="one worker only, with the requests of CONFIG's step")

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the simulator's predictions with the measurements of other benches, of layouts and of moves and races.
+"""Compares the simulator's predictions with what other benches have measured.
 
     python -m lab.bench.simulation_error [--profile FILE] [--placement FILE] [--pair FILE] [--tail FILE] --out DIR
 
-`--placement` is a placement.json and `--pair` a pair.json of `lab.bench.placement_bench`. Predictions come from the times in
-`--profile` (`specrollout-lab profile`), or without it from those that pair.json has itself. `--tail` is a tail.json of
-`lab.bench.tail_bench`, with the running.json beside it. Then engines have the measured decode speeds, and the production
-policy moves and races in the simulator as it did in the engines. If a file lacks the lengths of all responses, rollouts of as
-many responses are drawn with the same median and longest one.
+`--placement` is a placement.json and `--pair` a pair.json, both of `lab.bench.placement_bench`, which measures layouts of
+drafting. Predictions for them use the step times in `--profile`, a file of `specrollout-lab profile`. Without it, predictions
+for a pair.json use the step times that this file has itself.
 
-Speeds are relative to rollouts in which nothing is drafted, moved or raced. An error is how much faster a way was predicted to
-be than it was.
+`--tail` is a tail.json of `lab.bench.tail_bench`, which measures moves and races of stragglers. The file running.json must be
+beside it. Simulated engines then have the measured decode speeds, and the production policy moves and races requests in the
+simulator as it did in the engines. If a file lacks the lengths of all responses, random lengths are used instead. Their number
+and their median are the measured ones, and their maximum is the measured one on average.
+
+A speed is relative to rollouts in which nothing is drafted, moved or raced. An error is the predicted speed divided by the
+measured one, minus 1.
 """
 
 import argparse
@@ -49,7 +52,7 @@ from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, started_table
 
 PROMPT = 32
-"""Assumed tokens of a prompt."""
+"""Assumed number of tokens of a prompt."""
 MAX_K = 8
 SLOTS = 64
 WAYS = {
@@ -58,16 +61,20 @@ WAYS = {
     "racing": FastestOfNConfig(moving=False),
     "both": FastestOfNConfig(),
 }
-"""Configs of the ways of `lab.bench.tail_bench`, by name."""
+"""The config of moves and races in each way of `lab.bench.tail_bench`, by the way's name."""
 _SIMULATED = 32
-"""Number of rollouts that are drawn if lengths are not known."""
+"""Number of rollouts whose lengths are drawn at random if they are not known."""
 _SAME_P = 0.5
-"""Placeholder for the acceptance where the measured speeds already include it."""
+"""Placeholder for the acceptance rate. It has no effect, because the measured decode speeds already include acceptance."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A way's measured and predicted speed relative to the base, and the planner's prediction if there is one."""
+    """The speed of a way as it was measured and as the simulator predicts it.
+
+    Speeds are relative to rollouts in which nothing is drafted, moved or raced. `planned` is the speed that the placement
+    planner predicts, or None if it was not asked.
+    """
 
     source: str
     load: str
@@ -81,6 +88,7 @@ class Compared:
 
     @property
     def error(self) -> float:
+        """Returns the predicted speed divided by the measured one, minus 1."""
         return self.predicted / self.measured - 1.0
 
 
@@ -88,7 +96,7 @@ class Compared:
 
 
 def speculation_of(way: str, threads: int, tables: CostTables) -> Speculation | None:
-    """Returns the simulation of a way such as "coupled k=4", or None if its costs were not measured."""
+    """Returns how the simulator models a way such as "coupled k=4", or None if the costs of the way were not measured."""
     verify = _of_size(tables.verify_s, threads)
     mode, _, drafts = way.partition(" ")
     k = int(found[1]) if (found := re.fullmatch(r"k=(\d+)", drafts)) else 0
@@ -111,7 +119,10 @@ def _of_size(curves: Sequence[CostCurve], size: int) -> CostCurve | None:
 
 
 def layout_s(speculation: Speculation, lengths_R: Sequence[int], p: float) -> float:
-    """Returns the seconds of a rollout of these lengths in one engine."""
+    """Returns the simulated seconds of a rollout in one engine, whose responses have the given lengths.
+
+    `p` is the probability that a draft token is right.
+    """
     num = len(lengths_R)
     work = Workload(np.arange(num), np.array(lengths_R), np.full((num, 1), p), PROMPT)
     rollout = Rollout(work, [SimulatedEngine(0, speculation, 0, SLOTS)])
@@ -121,7 +132,7 @@ def layout_s(speculation: Speculation, lengths_R: Sequence[int], p: float) -> fl
 
 
 def placement_rows(facts: dict[str, Any], tables: CostTables) -> Iterator[Compared]:
-    """Yields the ways of a placement.json, with their speed relative to the fastest plain engine."""
+    """Yields a comparison for each way of a placement.json. Speeds are relative to the fastest plain engine."""
     rows = [row for row in facts["rows"] if not row.get("planned")]
     for batch in dict.fromkeys(row["batch"] for row in rows):
         of_batch = [row for row in rows if row["batch"] == batch]
@@ -145,7 +156,7 @@ def _is_of(option: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def pair_rows(facts: dict[str, Any], tables: CostTables) -> Iterator[Compared]:
-    """Yields the ways of a pair.json, with their speed relative to the policy alone on all threads."""
+    """Yields a comparison for each way of a pair.json. Speeds are relative to the policy alone on all threads."""
     for verdict in facts["verdicts"]:
         lengths = verdict.get("lengths")
         rows = [row for row in facts["rows"] if row["load"] == verdict["load"]]
@@ -168,7 +179,7 @@ def pair_rows(facts: dict[str, Any], tables: CostTables) -> Iterator[Compared]:
 
 
 def tables_of(facts: dict[str, Any]) -> CostTables:
-    """Returns the cost tables in a pair.json. Raises ConfigError if they are not valid."""
+    """Returns the cost tables that a pair.json contains. Raises ConfigError if they are not valid."""
     return build(
         CostTables, {"device": "", "policy": "", "draft_model": "", "unit": "thread", **facts["costs"]}, "costs"
     )
@@ -179,7 +190,7 @@ def tables_of(facts: dict[str, Any]) -> CostTables:
 
 @dataclass(frozen=True)
 class MeasuredSpeeds:
-    """The measured decode speeds as the policy's speed model."""
+    """Measured decode speeds, with the interface of the speed model that the straggler policy uses."""
 
     table: DecodeSpeedTable
     typical_p: tuple[float, ...]
@@ -195,7 +206,7 @@ class MeasuredSpeeds:
 
 @dataclass(frozen=True)
 class _MeasuredCosts(Costs):
-    """Costs of steps that make one token for each request, at the measured speed."""
+    """Costs of engine steps that make one token of each request, at the measured decode speed."""
 
     speeds: MeasuredSpeeds
     method: int
@@ -208,7 +219,7 @@ class _MeasuredCosts(Costs):
 
 
 class MeasuredSpeculation(Speculation):
-    """A draft method whose tokens per second were measured. A step makes one token of each request."""
+    """A draft method whose decode speed was measured. Its simulated engine step makes one token of each request."""
 
     def __init__(self, speeds: MeasuredSpeeds, method: int) -> None:
         super().__init__(_MeasuredCosts(speeds, method))
@@ -218,7 +229,7 @@ class MeasuredSpeculation(Speculation):
 
 
 def tail_rows(facts: dict[str, Any], running: SpeedTableFile) -> Iterator[Compared]:
-    """Yields the ways of a tail.json, with their speed relative to rollouts without moves and races."""
+    """Yields a comparison for each way of a tail.json. Speeds are relative to rollouts without moves and races."""
     lengths = [np.array(of_rollout) for of_rollout in facts.get("all_lengths", ())] or list(_drawn(facts))
     past = [int(n) for of_rollout in lengths for n in of_rollout]
     seconds = {row["way"]: tail_s(facts, running, row["way"], lengths, past) for row in facts["rows"]}
@@ -232,7 +243,10 @@ def tail_rows(facts: dict[str, Any], running: SpeedTableFile) -> Iterator[Compar
 def tail_s(
     facts: dict[str, Any], running: SpeedTableFile, way: str, lengths: Sequence[np.ndarray], past: Sequence[int]
 ) -> list[float]:
-    """Returns the seconds of rollouts of these lengths. The straggler policy has seen responses of similar lengths."""
+    """Returns the simulated seconds of rollouts in a way of a tail.json, whose responses have the given lengths.
+
+    The straggler policy begins with what it has learned from responses with the lengths `past`.
+    """
     methods = facts["split"].split(";") if facts["split"] else [running.rungs[0].method] * facts["engines"]
     names = list(dict.fromkeys(methods))
     speeds = MeasuredSpeeds(started_table(names, running), (_SAME_P,) * len(names))
@@ -256,7 +270,10 @@ def tail_s(
 
 
 def _drawn(facts: dict[str, Any]) -> Iterator[np.ndarray]:
-    """Yields lengths of rollouts with the measured median, whose longest response is the measured one on average."""
+    """Yields random lengths of responses, rollout by rollout.
+
+    Their median is the measured one, and the longest response of a rollout is the measured one on average.
+    """
     known = facts["lengths"]
     score = NormalDist().inv_cdf(1.0 - 0.5 / known["responses"])
     sigma = math.log(max(known["longest"] / known["median"], 1.0)) / score
@@ -269,7 +286,7 @@ def _drawn(facts: dict[str, Any]) -> Iterator[np.ndarray]:
 
 
 def table_of(rows: Sequence[Compared]) -> Table:
-    """Returns a table of the rows."""
+    """Returns a table with a line for each comparison."""
     table = new_table("speed over the base: policy alone (placement, pair), nothing moved or raced (tail)")
     for name in ("of", "requests", "way", "measured", "simulated", "error", "planner", "its error", "s", "simulated s"):
         table.add_column(name, justify="left" if name in ("of", "way") else "right", no_wrap=True)
@@ -282,7 +299,7 @@ def table_of(rows: Sequence[Compared]) -> Table:
 
 
 def main() -> int:
-    """Prints a table, and writes its rows to DIR/simulation_error.json."""
+    """Makes the comparisons. Prints a table, and writes its rows to `simulation_error.json` in the folder `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("profile", "placement", "pair", "tail"):
         parser.add_argument(f"--{name}", type=Path)

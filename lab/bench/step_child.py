@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of GRPO that does a step on request, for `lab.bench.step_turns`. Started by `python step_child.py SPEC`.
+"""Runs GRPO step by step on request, as a child process of `lab.bench.step_turns`. Started by `python step_child.py SPEC`.
 
-It is started by its path, so that it can run the `lab` of another checkout, which PYTHONPATH names first.
+It is started by its path instead of as a module, so that it can import the `lab` of another checkout, which PYTHONPATH names
+first.
 """
 
 import json
@@ -21,7 +22,10 @@ from nemo_specrollout.config.load import load_config
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Starts the run, then answers each line on stdin with the metrics of a step. The end of stdin ends the run."""
+    """Starts the run. Then does a training step for each line on stdin, and writes the step's metrics to stdout.
+
+    The end of stdin ends the run.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print goes to stderr
     tree = load_config(Path(spec["config"]), spec["overrides"])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the parts of a decode step's time: the network, sampling, the head, our work, the rest of vLLM.
+"""Measures how the time of a decode step is divided between the network, sampling, the head, our work, and the rest of vLLM.
 
     OMP_NUM_THREADS=1 python -m lab.bench.step_profile CONFIG --out DIR [--batches 1,4,8,16,32]
         [--modes plain,ours] [key=value ...]
 
-Modes are rows of the bench. `stock` is vLLM without our worker, on its V2 runner, or on its V1 runner if
+Modes are rows of the bench (`bench_rows.py`). `stock` is vLLM without our worker. It has vLLM's V2 runner, or the V1 runner if
 VLLM_USE_V2_MODEL_RUNNER=0 and NEMO_SPECROLLOUT_V2_ON_CPU=0 are in the environment.
 
-Each batch stays full, because another request replaces a finished one. Steps that read a prompt do not count. The profile is
-valid only on a CPU, where functions return when their work is done.
+Each batch stays full, because another request replaces a finished one. Engine steps that read a prompt do not count. The
+profile is valid only on a CPU, where functions return when their work is done.
 """
 
 import time
@@ -44,7 +44,10 @@ STAGES = (NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST)
 
 
 class StageClock:
-    """Sums the seconds spent in wrapped functions, by stage. A nested function counts for its own stage only."""
+    """Sums the seconds spent in wrapped functions, by stage.
+
+    The seconds of a nested wrapped function count for its own stage only.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -67,7 +70,7 @@ class StageClock:
         setattr(owner, name, timed)
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds by stage since the last call."""
+        """Returns the seconds of each stage since the last call."""
         seconds = self._seconds
         self._seconds = defaultdict(float)
         return seconds
@@ -81,7 +84,7 @@ class StageClock:
 
 @dataclass
 class Profile:
-    """Sums over the steps of a batch size."""
+    """Sums of the seconds and tokens of engine steps with one batch size."""
 
     batch: int
     num_steps: int = 0
@@ -91,7 +94,7 @@ class Profile:
     """Seconds of each stage."""
 
     def add(self, seconds: float, stages: dict[str, float], num_tokens: int) -> None:
-        """Counts a step."""
+        """Adds an engine step. Its seconds that belong to no other stage count for `REST`."""
         self.num_steps += 1
         self.num_tokens += num_tokens
         self.seconds += seconds
@@ -100,7 +103,7 @@ class Profile:
         self.stages[REST] += seconds - sum(stages.values())
 
     def row(self) -> dict[str, Any]:
-        """Returns the milliseconds of a step, whole and by stage, and the tokens that a request gains in it."""
+        """Returns the mean milliseconds of an engine step, in total and by stage, and the tokens a request gains in it."""
         steps = max(self.num_steps, 1)
         return {
             "batch": self.batch,
@@ -112,7 +115,10 @@ class Profile:
 
 
 def watch(engine: RolloutEngine) -> StageClock:
-    """Wraps the stages of an engine in this process."""
+    """Wraps those functions of an engine that belong to a stage. Returns the clock that sums their seconds.
+
+    The engine must be in this process.
+    """
     worker = engine.run_in_worker(lambda worker: worker)
     runner = worker.model_runner
     drafting = getattr(worker, "specrollout_router", None)
@@ -129,7 +135,7 @@ def watch(engine: RolloutEngine) -> StageClock:
 
 
 def profile(engine: RolloutEngine, clock: StageClock, requests: Sequence[RolloutRequest], batch: int) -> Profile:
-    """Rolls out `requests`, `batch` at a time."""
+    """Rolls out `requests`, `batch` at a time, and returns a profile of the engine steps with a full batch."""
     generation = Generation(engine, requests, at_a_time=batch)
     found = Profile(batch)
     reads_prompts, num_done, num_tokens = True, 0, 0
@@ -149,7 +155,10 @@ def profile(engine: RolloutEngine, clock: StageClock, requests: Sequence[Rollout
 
 
 def measure(config: RunConfig, batches: Sequence[int], modes: Sequence[str] = (PLAIN, OURS)) -> list[dict[str, Any]]:
-    """Returns a row for each mode and batch size. The first batch is rolled out twice, to warm up."""
+    """Returns a row for each mode and batch size.
+
+    Each engine rolls out the first batch size twice, the first time to warm up.
+    """
     every_row = bench_rows(replace(config, bench=replace(config.bench, rows=tuple(modes))))
     rows = []
     for way in [row for row in every_row if row.name in modes]:
@@ -165,7 +174,7 @@ def measure(config: RunConfig, batches: Sequence[int], modes: Sequence[str] = (P
 
 
 def main() -> None:
-    """Prints a table. Writes DIR/step_profile.json."""
+    """Runs the bench. Prints a table, and writes `step_profile.json` into the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--batches", default="1,4,8,16,32", help="numbers of requests, separated by commas")
     parser.add_argument("--modes", default=f"{PLAIN},{OURS}", help="rows of the bench by name, separated by commas")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures steps of GRPO with and without `run_ahead`. The runs take turns step by step, so noise hits all of them alike.
+"""Measures steps of GRPO with and without `run_ahead`. All runs take turns step by step, so other load affects them alike.
 
     python -m lab.bench.step_turns CONFIG --out DIR --ways plain ours d1 [--steps 4] [--apart] [key=value ...]
 
-CONFIG is one of the local runner. All ways have the same prompts and seeds, and so the same samples and losses. `plain` has no
-drafters, `ours` has text drafters, and `d1` to `d3` and `auto` also have `run_ahead`. `today` is `ours` in the checkout that
-`--tree` names. With `--apart` engine and trainer have a core each, otherwise they take turns on the cores. The first step only
-warms up. Runs that make texts ahead have none for it. `bench.deepen` of the config deepens the policy.
+CONFIG is a config of the local runner. All ways have the same prompts and seeds, and so the same samples and losses. `plain`
+has no drafters, `ours` has text drafters, and `d1` to `d3` and `auto` also have `run_ahead`. `today` is `ours` in the checkout
+that `--tree` names. With `--apart` the engine and the trainer have a core each. Otherwise they use all cores one after the
+other. The first step only warms up, because it has no texts made ahead. `bench.deepen` of the config deepens the policy.
 """
 
 import json
@@ -37,7 +37,7 @@ _BLOCK = "policy.generation.specrollout"
 _TEXT_DRAFTERS = f"{_BLOCK}.drafters=[{{type: suffix}}, {{type: ngram}}]"
 _OFF = f"{_BLOCK}.run_ahead=null"
 _APART_TODAY = f"{_BLOCK}.run_ahead={{enabled: false}}"
-"""Override that puts an engine into its own process in checkouts that do not read `policy.generation.colocated`."""
+"""Override that puts the engine into a process of its own in checkouts that do not read `policy.generation.colocated`."""
 WAYS: Mapping[str, tuple[str, ...]] = {
     PLAIN: (f"{_BLOCK}.drafters=[]", _OFF),
     "ours": (_TEXT_DRAFTERS, _OFF),
@@ -47,34 +47,34 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 }
 _ALL = (f"{_BLOCK}.verify.requests_per_step=0", f"{_BLOCK}.draft_refresh=null", "checkpointing.enabled=false")
 WARM_UP = 1
-"""Number of first steps that medians leave out."""
+"""Number of first training steps that medians leave out."""
 _BEYOND = 4
-"""Number of additional steps in the config that are never done, so that the last steps also have coming ones."""
+"""The config has this many more steps than the bench does, so that the last steps of the bench also have coming ones."""
 _SAME = ("reward", "num_tokens", "loss")
-"""Metrics that must be equal in all ways, because tokens and losses are."""
+"""Metrics that must be equal in all ways, because the ways have the same tokens and losses."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The metrics of a step in each way."""
+    """The metrics of one training step in each way."""
 
     step: int
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def ratio(self, way: str, metric: str) -> float:
-        """Returns how many times faster a way is than the first one."""
+        """Returns how many times as fast `way` is as the first way. `metric` is the name of a metric in seconds."""
         first = next(iter(self.records.values()))
         return float(first[metric] / self.records[way][metric])
 
     @property
     def is_equal(self) -> bool:
-        """Returns whether all ways have made the same samples and losses."""
+        """Returns whether the samples and the losses of the step are the same in all ways."""
         found = {tuple(record[name] for name in _SAME) for record in self.records.values()}
         return len(found) == 1
 
 
 class Run:
-    """A way's run in a process of its own, which waits between its steps. Owns the process."""
+    """The GRPO run of one way, in a process of its own that waits for a request before each step. Owns the process."""
 
     def __init__(self, config: Path, overrides: Sequence[str], tree: Path, threads: int, log: Path) -> None:
         """Starts the process, which imports the checkout `tree`. Its output goes to the file `log`."""
@@ -93,7 +93,11 @@ class Run:
             )
 
     def answer(self) -> Any:
-        """Waits for a step's metrics, or for the end of the start. Raises RuntimeError if the process has failed."""
+        """Waits for the next answer of the process and returns it.
+
+        The first answer says that the run has started, and the others are the metrics of a step. Raises RuntimeError if the
+        process has ended.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -101,7 +105,7 @@ class Run:
         return json.loads(line)
 
     def step(self) -> Any:
-        """Does the next step and returns its metrics."""
+        """Lets the process do the next training step, and returns the step's metrics."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer, which is missing then, says so
             self._process.stdin.write("\n")
@@ -117,7 +121,7 @@ class Run:
 
 
 def run_in_turns(runs: Mapping[str, Run], num_steps: int) -> list[Taken]:
-    """Does each step in all runs. The order of the runs changes from step to step."""
+    """Does each training step in all runs and returns the metrics. The order of the runs changes from step to step."""
     names = list(runs)
     taken = []
     for step in track(range(num_steps), "steps", transient=True):
@@ -128,7 +132,7 @@ def run_in_turns(runs: Mapping[str, Run], num_steps: int) -> list[Taken]:
 
 
 def rows_of(steps: Sequence[Taken]) -> list[dict[str, Any]]:
-    """Returns for each way the seconds and ratios step by step, and their medians after the warm-up."""
+    """Returns a row for each way, with its seconds and ratios in each step, and the ratios' medians after the warm-up."""
     counted = steps[WARM_UP:]
     rows = []
     for way in steps[0].records:
@@ -146,7 +150,7 @@ def rows_of(steps: Sequence[Taken]) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the table of the ways. Steps are in the order of the run, from the first one after the warm-up."""
+    """Returns a table of the ways. It has the steps after the warm-up, in the order of the run."""
     table = new_table(f"GRPO steps in turns; ratios over {rows[0]['way']}: median, and each step")
     for name in ("way", "step", "of each step", "generation", "of each step", "kept", "engine steps", "equal"):
         table.add_column(name, justify="right")
@@ -165,7 +169,10 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _model_overrides(config: Path, overrides: Sequence[str], out: Path) -> list[str]:
-    """Returns the override that names the deepened policy, written below `out`. Returns none without `bench.deepen`."""
+    """Deepens the policy if `bench.deepen` of the config says so, and writes it below `out`.
+
+    Returns the override that names the deepened policy, or an empty list if the policy stays as it is.
+    """
     found, _ = read_run_config(load_config(config, [*_ALL, _TEXT_DRAFTERS, *overrides]))
     if found.bench.deepen == 1:
         return []
@@ -173,7 +180,7 @@ def _model_overrides(config: Path, overrides: Sequence[str], out: Path) -> list[
 
 
 def main() -> int:
-    """Prints a table, and writes DIR/step_turns.json."""
+    """Runs the bench. Prints a table, and writes `step_turns.json` into the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[PLAIN, "ours", "d1"])
     parser.add_argument("--steps", type=int, default=4, help="steps after the warm-up")

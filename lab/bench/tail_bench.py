@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures rollouts with moved and raced stragglers, and without, by the same requests on the same engines in turns.
+"""Measures rollouts whose stragglers move or race, and rollouts whose stragglers do neither.
 
     python -m lab.bench.tail_bench CONFIG --out DIR [--workload mixed] [--split 'suffix+ngram;eagle3'] [key=value ...]
     python -m lab.bench.tail_bench CONFIG --out DIR --engines 4 --apart [--split 'suffix;ngram;eagle3;plain'] [...]
 
-CONFIG is one of the local runner. Without `--split` all engines draft alike, so no race can begin and requests only move.
-With it, each engine has the drafters that `--split` names, and the ways are neither, moving, racing and both.
+CONFIG is a config of the local runner. All ways roll out the same requests on the same engines in turns. Without `--split` all
+engines draft alike, so no race can begin and requests only move. With `--split` each engine has the drafters that it names,
+and the ways are "neither", "moving", "racing" and "both".
 
-Requests are dealt out in equal shards, as NeMo-RL does, in all ways. All ways sample with the same noise, so they generate the
-same tokens in different times. Between two ways the engines forget the texts, because they would know the responses. Each way
-keeps its table of decode speeds and its estimate of lengths over all rollouts, as a run does.
+In all ways, requests are dealt out in equal shards, as in NeMo-RL. All ways sample with the same noise, so they generate the
+same tokens in different times. Between two ways the engines forget their texts, because they would know the responses. Each
+way has a table of decode speeds and an estimate of lengths, which it keeps over all rollouts, as a run does.
 
-With `--apart` the engines are in this process, one computes at a time, and the seconds are the CPU seconds that each engine
-would have taken on a core of its own. Use it for more engines than cores, or on a machine that others use too.
+With `--apart` all engines are in this process, and only one of them computes at a time. Seconds are then CPU seconds, counted
+as if each engine had a core of its own. Use it for more engines than cores, or on a machine that others use too.
 
-`--ladder FILE` fills the tables from a file of `specrollout-lab ladder`, and compares its ranking with the one by acceptance,
-which the paper uses, and with the speeds that the rollouts have measured.
+`--ladder FILE` fills the tables of decode speeds from a file of `specrollout-lab ladder`. The bench then also compares three
+rankings of draft methods. One is by the speeds in this file, one by acceptance rate, as in the SpecActor paper, and one by the
+speeds that the rollouts have measured.
 """
 
 import argparse
@@ -46,21 +48,21 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
 NEITHER = "neither"
 ALIKE = {NEITHER: FastestOfNConfig(moving=False, max_racers=1), "moving": FastestOfNConfig(max_racers=1)}
-"""Ways of engines that draft alike."""
+"""The ways if all engines draft alike, with their configs of moves and races."""
 SPLIT = {**ALIKE, "racing": FastestOfNConfig(moving=False), "both": FastestOfNConfig()}
 Engines = EngineProcesses | EnginesApart
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to treat the tail. Its coordinator has learned from earlier rollouts, and its policy is watched."""
+    """A way to treat stragglers. Its coordinator learns from each rollout. Its straggler policy records what it forecasts."""
 
     coordinator: DealingCoordinator
     policy: Watched
 
 
 class TailBench:
-    """Owns the engines, and a coordinator for each way."""
+    """Runs the bench. Owns the engines, and a coordinator for each way."""
 
     def __init__(self, config: RunConfig, options: argparse.Namespace) -> None:
         generation = config.policy.generation
@@ -77,7 +79,7 @@ class TailBench:
         ways = SPLIT if split else ALIKE
         self.ways = {name: self._way(tail, generation.max_new_tokens) for name, tail in ways.items()}
         self.timed: dict[str, list[Timed]] = {name: [] for name in ways}
-        """The rollouts of each way so far, without those that only warm up."""
+        """The measured rollouts of each way so far, without those that only warm up."""
 
     def _way(self, tail: FastestOfNConfig, longest: int) -> Way:
         table = started_table(self.engines.method_names, self.ladder)
@@ -86,7 +88,10 @@ class TailBench:
         return Way(DealingCoordinator(self.engines, policy, table, lengths, deals_shards=True), policy)
 
     def play(self, requests: Sequence[RolloutRequest], number: int, *, keep: bool) -> None:
-        """Rolls the same requests out in every way. Each round begins with another way."""
+        """Rolls out the same requests in every way. The round's `number` decides which way begins.
+
+        If `keep` is false, the round only warms up.
+        """
         names = list(self.ways)
         for i in range(len(names)):
             name = names[(i + number) % len(names)]
@@ -105,12 +110,12 @@ class TailBench:
         return Timed(requests, rollouts, seconds, spent_s, timeline, way.policy.foreseen, began_s)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the figures of each way so far."""
+        """Returns the figures of each way over its rollouts so far."""
         base = self.timed[NEITHER]
         return [row_of(name, timed, base, base) for name, timed in self.timed.items()]
 
     def running_table(self, policy: str) -> SpeedTableFile | None:
-        """Returns the speeds of the draft methods that the last way has measured."""
+        """Returns the decode speeds of draft methods that the last way has measured, or None if it has measured none."""
         table = list(self.ways.values())[-1].coordinator._speeds.table
         return table_file(table, this_machine(), policy, [0.0] * len(table.methods))
 
@@ -137,7 +142,10 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Prints a table after each round, and writes the figures so far to DIR/tail.json."""
+    """Runs the bench.
+
+    After each round it prints a table, and writes the figures so far to `tail.json` in the folder `--out`.
+    """
     options = _options()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     data = config.workloads[options.workload] if options.workload else config.data

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for the bench of tails. Each has a process and a core, or all are in one process on a clock of CPU seconds.
+"""Engines for `tail_bench`. Each has a process and a core of its own, or all are in one process with a clock of CPU seconds.
 
-More engines than cores would share a core, and none would be idle while another decodes. So `EnginesApart` lets one engine
-compute at a time and counts as if each had a core, by a clock for each engine that advances by the CPU seconds of its turns.
+If there were more engines than cores, an idle engine would leave its core to the others, which an idle GPU cannot do.
+Therefore `EnginesApart` lets only one engine compute at a time. It counts time as if each engine had a core of its own, by a
+clock for each engine that advances by the CPU seconds of the engine's turns.
 """
 
 import os
@@ -26,7 +27,7 @@ from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
 
 def forget_texts(worker: Any) -> None:
-    """Empties the indexes of an engine's text drafters, which would know a response that is generated again."""
+    """Empties the context indexes of an engine's text drafters, because they would know a response that is generated again."""
     router = worker.specrollout_router
     for drafter in () if router is None else router._drafters:
         if isinstance(drafter, LookupDrafter):
@@ -35,10 +36,10 @@ def forget_texts(worker: Any) -> None:
 
 
 class EngineProcesses(RolloutPool):
-    """The engines of a local run, each in a process of one core."""
+    """The engines of a local run, each in a process with one core."""
 
     def engine_s(self) -> float:
-        """Returns the CPU seconds that the engines' processes have taken in all."""
+        """Returns the CPU seconds that the processes of all engines have used so far."""
         ticks = 0
         for pid in self.pids.values():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -46,19 +47,20 @@ class EngineProcesses(RolloutPool):
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def forget(self) -> None:
-        """Lets the engines forget all texts, and vLLM the prefixes that it has cached."""
+        """Lets the engines forget all texts and drop their prefix caches."""
         self.ask_each("run_in_worker", forget_texts)
         self.ask_each("_drop_cache")
 
     def now_s(self) -> float:
+        """Returns the time in seconds on the machine's own clock."""
         return time.perf_counter()
 
 
 class EnginesApart:
-    """A `LocalFleet` of engines in this process. Owns the engines and the clock that they share.
+    """A `LocalFleet` whose engines are all in this process. Owns the engines and a simulated clock.
 
-    The result of a turn is read when the clock shows the turn's end, and turns of an engine follow each other. The first turn
-    of an engine begins when it was sent.
+    On this clock, each engine makes its turns one after another. A turn begins when it was sent or when the engine's turn
+    before it ends, whichever is later. Its result can be read when the clock has reached the turn's end.
     """
 
     def __init__(self, model: Path, generation: GenerationConfig, seed: int, num_engines: int) -> None:
@@ -72,7 +74,7 @@ class EnginesApart:
         self._turns = [ReloadingTurnEngine(engine) for engine in self._engines]
         self._queues: list[deque[tuple[float, TurnOrders]]] = [deque() for _ in blocks]
         self._ended: dict[int, tuple[float, TurnResult]] = {}
-        """The result of each engine's turn, and when it ends."""
+        """The end time and the result of each engine's turn that was computed and not yet read."""
         self._free_s = [0.0] * num_engines
         self._now_s = 0.0
         self._engine_s = 0.0
@@ -90,7 +92,10 @@ class EnginesApart:
         return EarlyWorth()
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Computes the turns that begin now, and returns the result of the turn that ends first."""
+        """Computes the next turn of each engine that has no computed turn left.
+
+        Returns the result of the turn that ends first.
+        """
         for engine, queue in enumerate(self._queues):
             if queue and engine not in self._ended:
                 self._compute(engine, *queue.popleft())
@@ -108,7 +113,7 @@ class EnginesApart:
         self._engine_s += seconds
 
     def finish_turns(self) -> None:
-        """Finishes the remaining turns of an earlier rollout."""
+        """Finishes the turns that are left from an earlier rollout."""
         while any(map(self.num_turns, range(len(self.methods)))):
             self.results()
 
@@ -123,22 +128,26 @@ class EnginesApart:
         return self._engine_s
 
     def now_s(self) -> float:
+        """Returns the time in seconds on the simulated clock."""
         return self._now_s
 
     def forget(self) -> None:
-        """Lets the engines forget all texts, and vLLM the prefixes that it has cached."""
+        """Lets the engines forget all texts and drop their prefix caches."""
         for engine in self._engines:
             engine.run_in_worker(forget_texts)
             engine._drop_cache()
 
     def close(self) -> None:
-        """Ends the engines."""
+        """Ends all engines."""
         for engine in self._engines:
             engine.close()
 
 
 def use_clocks_of(fleets: Sequence[EnginesApart]) -> None:
-    """Lets coordinators read the clocks of these fleets, one of which is at work, and measures turns in CPU seconds."""
+    """Makes coordinators read the simulated clocks of these fleets, and makes engines measure their turns in CPU seconds.
+
+    Only one of the fleets may be at work at a time.
+    """
     clock = SimpleNamespace(perf_counter=lambda: sum(fleet.now_s() for fleet in fleets))
     for module in (attempts, coordinator):
         module.time = clock  # type: ignore[attr-defined]

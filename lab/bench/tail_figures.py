@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes figures of the bench of tails: the error of a forecast, and a row for each way to treat a tail.
+"""Computes the figures of `lab.bench.tail_bench`, which are errors of forecasts and a row for each way to treat stragglers.
 
 Shapes: R requests, E engines, as in `stragglers/decisions/straggler_policy.py`.
 """
@@ -24,18 +24,22 @@ IN_VAIN = (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The policy's forecast at its first decision that changed something, or when the first engine had no more requests."""
+    """What the straggler policy forecasts about the end of a rollout.
+
+    The forecast is made at the first decision that moves or races a request. If an engine runs out of requests before that,
+    the forecast is made at the next decision.
+    """
 
     at_s: float
-    """Time of the decision, by the clock of the engines."""
+    """Time of the decision at which the forecast is made, on the clock of the engines."""
     stays_s: float
-    """Seconds until the rollout ends if nothing moves or races."""
+    """Seconds from the decision to the end of the rollout, if nothing moves or races."""
     ends_s: float
-    """Seconds until the rollout ends after the decision."""
+    """Seconds from the decision to the end of the rollout, if the decision is carried out."""
 
 
 class Watched:
-    """A straggler policy that notes what it expects. `foreseen` is None until there is something to expect."""
+    """A straggler policy that records its first forecast of a rollout in `foreseen`, which is None until then."""
 
     def __init__(self, policy: FastestOfN, clock: Callable[[], float]) -> None:
         self._policy = policy
@@ -64,22 +68,22 @@ def _last_end_s(forecast: TailForecast) -> float:
 
 @dataclass(frozen=True)
 class Timed:
-    """One rollout of a way."""
+    """One measured rollout of a way."""
 
     requests: Sequence[RolloutRequest]
     rollouts: list[Rollout]
     seconds: float
-    """Seconds to the last token."""
+    """Seconds until the last token."""
     engine_s: float
-    """CPU seconds of all engines."""
+    """CPU seconds of all engines during the rollout."""
     timeline: Timeline
     foreseen: Foreseen | None
     began_s: float
-    """When it began, by the clock of `foreseen`."""
+    """Time at which the rollout began, on the clock of the engines."""
 
     @property
     def forecast_error(self) -> float | None:
-        """Returns the forecast's error as a share of the remaining seconds, or None without a forecast.
+        """Returns the error of `foreseen` as a share of the seconds that really remained, or None without a forecast.
 
         It is positive if the forecast was too long.
         """
@@ -90,7 +94,7 @@ class Timed:
 
     @property
     def num_repeated(self) -> int:
-        """Returns the number of prompt and response tokens that were computed again, because another engine had them."""
+        """Returns how many prompt and response tokens were computed again, because requests moved or were raced."""
         begun: set[int] = set()
         repeated = 0
         for span in sorted(self.timeline.spans, key=lambda s: s.start_s):
@@ -101,21 +105,21 @@ class Timed:
 
     @property
     def lost_s(self) -> float:
-        """Returns the seconds of attempts that another racer beat, or that gave up."""
+        """Returns the seconds of attempts in vain, which are those that lost a race and those that were given up."""
         return sum(s.end_s - s.start_s for s in self.timeline.spans if s.outcome in IN_VAIN)
 
     @property
     def tail_share(self) -> float:
-        """Returns the share of the rollout's seconds after the first engine had run out of attempts for good."""
+        """Returns the share of the rollout's seconds after the time when the first engine had no more work until the end."""
         engines = range(len(self.timeline.methods))
         lasts = [max((s.end_s for s in self.timeline.spans if s.engine == e), default=0.0) for e in engines]
         return 1.0 - min(lasts) / max(lasts)
 
 
 def row_of(name: str, timed: Sequence[Timed], base: Sequence[Timed], first: Sequence[Timed]) -> dict[str, Any]:
-    """Returns the figures of a way over its rollouts.
+    """Returns the figures of a way over its rollouts, `timed`.
 
-    `base` are the same rollouts with nothing moved or raced, and `first` those whose tokens are compared.
+    `base` has the same rollouts without moves and races. `first` has the rollouts with which the tokens are compared.
     """
     pairs = list(zip(timed, base, strict=True))
     counts = [t.timeline.figures() for t in timed]
@@ -149,13 +153,13 @@ def row_of(name: str, timed: Sequence[Timed], base: Sequence[Timed], first: Sequ
 
 
 def spread(values: Any) -> list[float]:
-    """Returns least, median and greatest of some numbers, or an empty list for none."""
+    """Returns the least, the median and the greatest of some numbers, or an empty list if there are none."""
     ordered = sorted(values)
     return [ordered[0], statistics.median(ordered), ordered[-1]] if ordered else []
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the rows for the terminal. Each cell has the median and the range over rollouts, or a sum."""
+    """Returns a table of the ways for the terminal. A cell has a sum, or the median and the range over rollouts."""
     table = Table(pad_edge=False)
     names = (
         "way",
@@ -194,6 +198,6 @@ def _cell(values: Sequence[float], form: str) -> str:
 
 
 def response_lengths(timed: Sequence[Timed]) -> dict[str, Any]:
-    """Returns how long the responses of the rollouts were, in tokens."""
+    """Returns the number of responses of the rollouts, and their median and longest length in tokens."""
     lengths = np.array([len(r.token_ids) for t in timed for r in t.rollouts])
     return {"responses": len(lengths), "median": float(np.median(lengths)), "longest": int(lengths.max())}

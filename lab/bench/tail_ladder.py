@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares rankings of draft methods: by acceptance, which SpecActor's draft ladder uses, by measured speed, and by a run.
+"""Compares rankings of draft methods by acceptance rate, by decode speed measured before a run, and by speed in the run.
 
-The tail is represented by a run's measurements at one request. The regret of a ranking is how much longer a straggler takes
-with the ranking's first method than with the fastest one.
+SpecActor's draft ladder ranks methods by acceptance rate. The true ranking for stragglers is by the decode speeds that the run
+has measured at one request. The regret of a ranking is how much longer a straggler takes with the ranking's first method than
+with the fastest one, as a share of the time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,10 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFil
 
 
 def rankings(ladder: SpeedTableFile | None, running: SpeedTableFile | None) -> dict[str, Any]:
-    """Returns methods in the order of each ranking, with what they are ranked by, and the regret of each first method."""
+    """Returns for each ranking its methods in order, the figures by which it ranks them, and its regret.
+
+    `ladder` has the speeds measured before the run, and `running` those of the run. Without `running` the result is empty.
+    """
     if running is None:
         return {}
     names = list(dict.fromkeys(rung.method for rung in running.rungs))
@@ -37,7 +41,7 @@ def _ranked(by: Mapping[str, float]) -> list[str]:
 
 
 def ladder_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each ranking."""
+    """Yields a sentence for each ranking in the result of `rankings`."""
     for name, ranking in found.items():
         order = ", ".join(f"{method} {ranking['by'][method]:.3g}" for method in ranking["order"])
         yield f"ranking {name}: {order}; its first method makes a straggler {ranking['regret']:.0%} slower than the best"

@@ -4,14 +4,17 @@
     python -m lab.bench.warm_start_bench CONFIG --out DIR [--batch 16] [--before 1] [--rounds 1] [--head-only] [--cpu-time]
         [key=value ...]
 
-CONFIG is one of the local runner with an EAGLE-3 head and text drafters. An earlier engine with all drafters rolls out
-`--before` phases of other requests, keeps what it has learned, and ends. Then these engines start: one for plain decoding, one
-with the text drafters alone, one with the head alone, and two with all drafters, of which one begins cold and the other warm,
-with the file of the earlier engine. They take turns with the first requests of a run, of which `--batch` run at once. A speed
-is the tokens per second while the batch is full. "Over plain" is a speed divided by that of plain decoding. "Over the best
-part" is a speed divided by that of the text drafters alone or of the head alone, whichever is faster. Both parts begin cold.
-Each round has new engines and other requests. `--head-only` skips the row of the text drafters alone, for a machine with
-little memory where the head is the best part anyway.
+CONFIG is a config of the local runner with an EAGLE-3 head and text drafters. An earlier engine with all drafters rolls out
+`--before` phases of other requests, keeps what it has learned, and ends. Then five engines start:
+- one that decodes plainly
+- one with the text drafters alone
+- one with the head alone
+- one with all drafters that begins cold
+- one with all drafters that begins warm, with the file of the earlier engine
+They take turns with the first requests of a run, of which `--batch` run at once. A speed is the tokens per second while the
+batch is full. "Over plain" is a speed divided by that of plain decoding. "Over the best part" is a speed divided by that of
+the text drafters alone or of the head alone, whichever is faster. Each round has new engines and other requests. `--head-only`
+leaves out the engine with the text drafters alone, for a machine with little memory where the head is the best part anyway.
 """
 
 import itertools
@@ -49,32 +52,33 @@ class Phase(NamedTuple):
     rate: float
     """Tokens per second while the batch was full."""
     length: float
-    """Tokens that a request gains in a step of the engine."""
+    """Tokens that a request gains in an engine step."""
     drafts: float
-    """Draft tokens of a request in a step."""
+    """Draft tokens per request and engine step."""
 
 
 Phases = dict[str, Phase]
 
 
 def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
-    """Returns by name the rows of plain decoding, of these parts of the drafters, and of all drafters.
+    """Returns the rows of plain decoding, of each of `parts` alone, and of all drafters together, by name.
 
-    Their engines keep nothing of what they learn.
+    `parts` has names of rows that draft with a part of the drafters. The rows' engines do not keep what they learn for later
+    engines.
     """
     rows = bench_rows(replace(config, bench=replace(config.bench, rows=())))
     return {row.name: row for row in rows if row.name in (PLAIN, *parts, OURS)}
 
 
 def kept_in(folder: Path, row: BenchRow) -> BenchRow:
-    """Returns the row with an engine that keeps what it learns in `folder`, and starts with the folder's contents."""
+    """Returns a row whose engine keeps what it learns in `folder`, and begins with what the folder has."""
     block = row.generation.specrollout
     block = replace(block, learned=replace(block.learned, history=False, warm_start=True, folder=str(folder)))
     return BenchRow(WARM, OURS, replace(row.generation, specrollout=block))
 
 
 def learn(config: RunConfig, rows: dict[str, BenchRow], folder: Path, phases: Sequence[list[RolloutRequest]]) -> None:
-    """Lets an earlier engine roll out these phases, and keep what it has learned."""
+    """Lets an earlier engine roll out these phases, and keep in `folder` what it has learned."""
     engine_alone = [replace(kept_in(folder, rows[OURS]), name=PLAIN)]  # it is compared with nothing
     with started(config, engine_alone) as entrants:
         for requests in phases:
@@ -85,7 +89,7 @@ def learn(config: RunConfig, rows: dict[str, BenchRow], folder: Path, phases: Se
 
 
 def first_phase(config: RunConfig, options: Namespace, requests: Iterator[RolloutRequest]) -> Phases:
-    """Returns what each engine did in the first phase of a run."""
+    """Plays the first phase of a run with new engines, and returns what each of them did."""
     rows = rows_of(config, (HEAD_ALONE,) if options.head_only else PARTS)
     with TemporaryDirectory() as folder:
         learn(config, rows, Path(folder), [take_batch(requests, options.batch) for _ in range(options.before)])
@@ -97,7 +101,10 @@ def first_phase(config: RunConfig, options: Namespace, requests: Iterator[Rollou
 
 
 def phase_of(entrant: Entrant, batch: int) -> Phase:
-    """Returns what an engine did. Raises AssertionError if its tokens are not plain's."""
+    """Returns what the engine of an entrant did in a phase.
+
+    Raises AssertionError if its tokens differ from plain decoding's.
+    """
     assert entrant.tokens_equal == entrant.tokens_total, f"{entrant.row.name} has made other tokens than plain decoding"
     (found,) = entrant.rounds
     full = bin_of(batch)
@@ -107,7 +114,7 @@ def phase_of(entrant: Entrant, batch: int) -> Phase:
 
 
 def table_of(rounds: Sequence[Phases]) -> Table:
-    """Returns a table with a row for each way, with medians over the rounds."""
+    """Returns a table with a row for each way. Its figures are medians over the rounds."""
     table = new_table("the first phase of a run: speed over plain, and over the best part")
     for name in (
         "drafters",
@@ -134,7 +141,7 @@ def table_of(rounds: Sequence[Phases]) -> Table:
 
 
 def main() -> None:
-    """Prints the table, and writes DIR/warm_start.json."""
+    """Runs the bench. Prints a table, and writes `warm_start.json` into the folder `--out`."""
     parser = bench_parser(__doc__)
     parser.add_argument("--batch", type=int, default=16, help="requests that run at once")
     parser.add_argument("--before", type=int, default=1, help="phases of the earlier engine")

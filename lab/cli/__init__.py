@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One short file for each command of the lab."""
+"""The commands of the lab, with a short file for each."""

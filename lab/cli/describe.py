@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences that describe a local run, for `specrollout-lab explain`. Imports no torch."""
+"""Describes a local run in sentences, for `specrollout-lab explain`. Imports no torch."""
 
 import os
 
@@ -14,7 +14,7 @@ DRAFTERS_PLACE = "on this machine, one thread each, started and watched by the r
 
 
 def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
-    """Returns names and sentences that describe a local run."""
+    """Returns pairs of a name and a sentence, which describe what a local run will do."""
     config = prepared.config
     model = prepared.model_config
     grpo = config.grpo
@@ -69,7 +69,7 @@ def _describe_task(data: DataConfig) -> str:
 
 
 def _describe_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
-    """Returns lines on the rollout workers and their stragglers, or none if there is one worker."""
+    """Returns pairs of a name and a sentence about the engines and their stragglers, or none if there is only one engine."""
     if num_workers == 1:
         return []
     kinds = block.drafters_of_engines

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab explain` says what a config runs, what to expect of it, and its known traps. Imports no torch."""
+"""The command `specrollout-lab explain`, which says what a config runs, what to expect of it, and its known traps.
+
+Needs no torch.
+"""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -31,11 +34,14 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import FIELD, SpeedT
 from nemo_specrollout.stragglers.decisions.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 
 PLAN_FLAGS = ("batch", "devices", "acceptance")
-"""Flags that replace what a config says about the requests to place."""
+"""Flags whose values replace what a config says about its requests and devices."""
 
 
 def explain(parsed: argparse.Namespace) -> int:
-    """Prints all sections. Returns 0 if `run` can run the config. Raises ConfigError if no command can."""
+    """Prints all sections of the explanation.
+
+    Returns 0 if `run` can run the config. Raises ConfigError if no command can run it.
+    """
     tree = load_config(parsed.config, parsed.overrides)
     if parsed.device is not None:
         device_named(parsed.device, "--device")
@@ -58,7 +64,7 @@ def explain(parsed: argparse.Namespace) -> int:
 
 
 def _subject_of(tree: dict[str, Any]) -> Subject:
-    """Returns the facts about a config. Raises ConfigError for a local config that not even `bench` can run."""
+    """Returns what is known of a config. Raises ConfigError for a local config that not even `bench` can run."""
     if runtime_of(tree) == "nemo_rl":
         return describe_config(tree)
     prepared = prepare_local(tree)
@@ -78,7 +84,7 @@ def _section(console: Console, title: str, lines: Iterable[str]) -> None:
 
 
 def _trap_lines(subject: Subject) -> Iterator[str]:
-    """Yields the notes on this config, then the known traps of the installed versions."""
+    """Yields the notes on a config, and then the known traps of the installed versions that it meets."""
     traps = known_traps(subject.tree)
     for kind, text in [*subject.notes, *((trap.state, str(trap)) for trap in traps)]:
         yield f"{kind:<12} {text}"
@@ -87,7 +93,10 @@ def _trap_lines(subject: Subject) -> Iterator[str]:
 
 
 def _show_predictions(subject: Subject, plan: Plan | None, parsed: argparse.Namespace, console: Console) -> list[str]:
-    """Prints the sections that need measurements or a simulation. Returns the reasons why the config cannot be simulated."""
+    """Prints the sections that need measurements or a simulation.
+
+    Returns reasons why the config cannot be simulated, if any.
+    """
     is_local = runtime_of(subject.tree) == "local"
     expected = None
     errors = []
@@ -133,7 +142,10 @@ def _benefit_lines(expected: Comparison, parsed: argparse.Namespace) -> list[str
 
 
 def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> Iterator[str]:
-    """Yields the measured decode speeds of the engines' draft methods, from the given ladder or the config's own."""
+    """Yields lines with the measured decode speeds of the draft methods that a block's engines use.
+
+    The speeds are from the file `path`, or else from the decode-speed table that the config names.
+    """
     field = "--ladder"
     racing = block.fastest_of_n
     if path is None and racing is not None and racing.ladder is not None:
@@ -158,7 +170,7 @@ def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> It
 
 
 def _methods_of(block: SpecrolloutConfig) -> list[str]:
-    """Returns the names of the draft methods of a block's engines, each once."""
+    """Returns the names of the draft methods that a block's engines use, each once."""
     kinds = range(len(block.drafters_of_engines))
     return list(dict.fromkeys(draft_method(block.of_engine(kind)) for kind in kinds))
 
@@ -172,7 +184,7 @@ def _drafters_line(block: SpecrolloutConfig) -> str:
 
 
 def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console) -> None:
-    """Prints the predicted place of remote drafters, and the draft tokens of a request by the requests in its engine."""
+    """Prints the predicted place of remote drafters, and a request's predicted draft tokens by number of running requests."""
     rows = drafted(scenario, block)
     placed = Fleet(scenario).placement
     if placed is not None:
@@ -185,7 +197,10 @@ def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console)
 
 
 def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iterator[str]:
-    """Yields the conditions of moves and races and their predicted gain. `expected` is None without a prediction."""
+    """Yields lines about when requests move or race, and what this is predicted to gain.
+
+    `expected` is None without a prediction.
+    """
     racing = block.fastest_of_n
     if racing is None or not racing.enabled:
         yield "off: no request moves or races; the block fastest_of_n turns it on"

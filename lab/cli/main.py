@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point `specrollout-lab COMMAND CONFIG [key=value ...]`: what shows, measures and predicts on one machine."""
+"""Entry point of `specrollout-lab COMMAND CONFIG [key=value ...]`, which shows, measures and predicts on one machine."""
 
 import sys
 from pathlib import Path
@@ -136,7 +136,7 @@ PROGRAM = Program(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command. Returns its exit code."""
+    """Runs the command that the arguments name, and returns its exit code."""
     return PROGRAM.run(arguments)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that measure on this CPU: `bench` compares rollouts, `profile` times steps, `ladder` ranks draft methods."""
+"""Commands that measure on this CPU.
+
+`bench` compares rollouts, `profile` times engine steps, and `ladder` ranks draft methods.
+"""
 
 import argparse
 import os
@@ -30,7 +33,10 @@ Measured = Mapping[str, Sequence[float]]
 
 
 def bench(parsed: argparse.Namespace) -> int:
-    """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table. The table's rows are measured in turns."""
+    """Runs the bench. Writes `bench.json` and `bench.png` to `logger.log_dir`, prints a table, and returns 0.
+
+    The rows of the table are ways of rolling out, which take turns.
+    """
     prepared = prepare(parsed.config, parsed.overrides)
     use_threads(prepared.config.cluster.threads)
     from lab.bench.bench import run_bench
@@ -40,7 +46,10 @@ def bench(parsed: argparse.Namespace) -> int:
 
 
 def profile(parsed: argparse.Namespace) -> int:
-    """Measures in one process for each number of threads, and writes the file. Raises ConfigError."""
+    """Measures the times of engine steps, writes them to the file of `--out`, and returns 0. Raises ConfigError.
+
+    Each number of threads is measured in a process of its own.
+    """
     config = prepare(parsed.config, parsed.overrides).config
     sizes = _threads(parsed.threads)
     generation = config.policy.generation
@@ -72,7 +81,11 @@ def profile(parsed: argparse.Namespace) -> int:
 
 
 def _threads(written: str) -> list[int]:
-    """Returns the numbers of threads that the user wrote. The default is one, and also two if there are two cores."""
+    """Returns the numbers of threads that the user has given in `written`.
+
+    The default is one thread, and also two if there are two cores. Raises ConfigError for a number that the machine does not
+    have.
+    """
     cores = os.cpu_count() or 1
     if not written:
         return [1, 2][:cores]
@@ -82,7 +95,10 @@ def _threads(written: str) -> list[int]:
 
 
 def _times(spec: ProfileSpec, num_threads: int, progress: Progress, bar: TaskID) -> Measured:
-    """Returns what a process with `num_threads` threads measures. Raises ConfigError with its last output if it fails."""
+    """Returns the times that a process with `num_threads` threads measures.
+
+    Raises ConfigError if the process fails, and says why it ended.
+    """
     environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
     child = JsonChild("lab.bench.cost_profile", spec, environment)
     try:
@@ -101,7 +117,10 @@ def _in_words(num_threads: int) -> str:
 
 
 def ladder(parsed: argparse.Namespace) -> int:
-    """Measures how fast each draft method decodes, writes the file and prints it. Raises ConfigError."""
+    """Measures how fast each draft method decodes. Writes the speeds to the file of `--out`, prints them, and returns 0.
+
+    Raises ConfigError for a config or flags with which nothing can be measured.
+    """
     config = prepare(parsed.config, parsed.overrides).config
     use_threads(config.cluster.threads)
     task = config.data.dataset_name
@@ -115,7 +134,7 @@ def ladder(parsed: argparse.Namespace) -> int:
 
 
 def _check_ladder(block: SpecrolloutConfig, task: str, parsed: argparse.Namespace) -> None:
-    """Raises ConfigError for a block or flags that cannot be measured."""
+    """Raises ConfigError if the block or the flags make it impossible to measure draft methods."""
     has_drafters = block.enabled and block.drafters
     raise_first_mistake(
         "",
@@ -155,7 +174,10 @@ def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) 
 
 
 def ladder_table(measured: SpeedTableFile, boxed: bool) -> Table:
-    """Returns tokens per second of each request by batch size, with the method's ranks alone and in the largest batch."""
+    """Returns a table with each draft method's tokens per second of one request, by batch size.
+
+    It also has the method's rank for a single request and its rank in the largest batch.
+    """
     rungs = [rung for rung in measured.rungs if rung.task == ANY_TASK]
     batches = sorted({batch for rung in rungs for batch in rung.batches})
     method = "method, tokens/s at batch"
@@ -171,6 +193,6 @@ def ladder_table(measured: SpeedTableFile, boxed: bool) -> Table:
 
 
 def _ranks(rungs: list[SpeedRow], place: int) -> dict[str, int]:
-    """Returns the rank of each method, 1 for the fastest, at the batch size with index `place`."""
+    """Returns the rank of each draft method at the batch size with index `place`. The fastest has rank 1."""
     order = sorted(rungs, key=lambda rung: -rung.tokens_per_s[place])
     return {rung.method: number for number, rung in enumerate(order, 1)}

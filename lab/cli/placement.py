@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares places of verifying and drafting by measured times, for `specrollout-lab explain`. Imports no torch."""
+"""Compares placements of verifying and drafting by measured times, for `specrollout-lab explain`. Imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -20,32 +20,32 @@ from nemo_specrollout.config.nemo_rl_tree import at, generating_gpus, runtime_of
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 
 DEFAULT_ACCEPTANCE = 0.8
-"""Assumed share of draft tokens that are accepted after accepted ones."""
+"""Assumed probability that a draft token is accepted if all before it are."""
 MAX_LISTED = 8
-"""Largest number of alternatives in the table."""
+"""Largest number of placements in the table."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Rollouts to place on devices."""
+    """Describes the rollouts of a config, which the planner has to place on devices."""
 
     batch: int = bounded(low=1)
-    """Requests that run at the same time."""
+    """Number of requests that run at the same time."""
     devices: int = bounded(low=1)
-    """Threads or GPUs that generate."""
+    """Number of threads or GPUs that generate."""
     acceptance: float = bounded(low=0.0, high=1.0)
-    """Share of right draft tokens after right ones."""
+    """Probability that a draft token is right if all before it are."""
     max_k: int = bounded(low=1)
-    """Largest number of draft tokens of a request in a step."""
+    """Largest number of draft tokens of a request in an engine step."""
     max_groups: int | None = None
     """Largest number of engines of the policy, or None for any number. The local runner has one."""
     policy: str = ""
-    """`policy.model_name`."""
+    """The config's value of `policy.model_name`."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The best placement of a config's rollouts, and the alternatives."""
+    """The planner's ranking of the placements of a config's rollouts."""
 
     placement: Placement
     tables: CostTables
@@ -53,9 +53,10 @@ class Plan:
 
     @classmethod
     def of(cls, tree: dict[str, Any], profile: Path, flags: Mapping[str, Any]) -> "Plan":
-        """Returns the plan of a config by the times in `profile`. Raises ConfigError.
+        """Returns the plan of a config, by the times in the file `profile`. Raises ConfigError for a file that is not valid.
 
-        `flags` replace fields of the `PlanRequest` that the config makes, except where they are None.
+        `flags` has values for fields of the `PlanRequest`, which replace those that the config gives. A flag with None
+        replaces nothing.
         """
         request = _request(tree, flags)
         tables = CostTables.read(profile, "--profile")
@@ -63,14 +64,17 @@ class Plan:
         return cls(place(tables, *shape), tables, request)
 
     def show(self, console: Console) -> None:
-        """Prints the best placement and a table of the alternatives."""
+        """Prints the best placement, and a table of the best placements of all layouts."""
         for line in _lines(self.placement, self.tables, self.request):
             console.print(line)
         console.print(_table(self.placement, self.tables, boxed=console.is_terminal))
 
 
 def _request(tree: dict[str, Any], flags: Mapping[str, Any]) -> PlanRequest:
-    """Returns the request of a config. The samples of a step count as in flight in NeMo-RL, even in an asynchronous run."""
+    """Returns what the planner has to place for a config.
+
+    In NeMo-RL all samples of a training step are assumed to run at the same time, even in an asynchronous run.
+    """
     found: dict[str, Any]
     if runtime_of(tree) == "nemo_rl":
         batch = size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt")
@@ -110,7 +114,7 @@ def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> li
 
 
 def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:
-    """Returns the best option of each layout. `supply` is the share of a request's steps with a draft."""
+    """Returns a table with the best option of each layout. Its column `supply` is the share of engine steps with a draft."""
     names = (
         "mode",
         "groups",

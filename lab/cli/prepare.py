@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First part of the commands: reads a config and checks it against this machine, without torch or vllm."""
+"""Reads a config and checks it against this machine, without torch or vLLM. Most commands begin with it."""
 
 import errno
 import importlib.util
@@ -34,9 +34,9 @@ from nemo_specrollout.storage import model_folder
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _LONGEST_NAME = 255
-"""Longest file name, in bytes."""
+"""Largest number of bytes in a file name."""
 _LONGEST_PATH = 3800
-"""Longest path of a run directory, in bytes. It leaves room for the names of our files."""
+"""Largest number of bytes in a run directory's path. It leaves room for the names of our files."""
 _KEYS_OF_ARGUMENTS = {
     "model": "policy.model_name",
     "dtype": "policy.generation.vllm_cfg.precision",
@@ -44,32 +44,33 @@ _KEYS_OF_ARGUMENTS = {
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
     "seed": "grpo.seed",
 }
-"""vLLM arguments that have their own key in the config."""
+"""Arguments of vLLM that have a key of their own in the config, with this key."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked config of the local runner."""
+    """A config of the local runner that has been checked."""
 
     tree: dict[str, Any]
     config: RunConfig
     ignored: list[str]
-    """Keys without effect."""
+    """Keys of the config that have no effect."""
     model_config: dict[str, Any]
-    """`config.json` of the policy."""
+    """Content of the policy's `config.json`."""
     placement: str = ""
-    """Sentence on the place that `placement: auto` chose for the drafter. Empty without `placement: auto`."""
+    """A sentence that says where `placement: auto` has put the drafter. Empty if the config does not have `placement:
+    auto`."""
 
 
 def prepare(path: Path, overrides: list[str]) -> Prepared:
-    """Reads and checks a config of the local runner without torch or vllm. Raises ConfigError."""
+    """Reads a config of the local runner and checks it without torch or vLLM. Raises ConfigError for a mistake."""
     prepared = prepare_local(load_config(path, overrides))
     check_chat_template(Path(prepared.config.policy.model_name), prepared.config.data, "data")
     return prepared
 
 
 def prepare_local(tree: dict[str, Any]) -> Prepared:
-    """Checks a config tree of the local runner. Raises ConfigError."""
+    """Checks a config tree of the local runner. Raises ConfigError for a mistake."""
     if runtime_of(tree) != "local":
         raise ConfigError(
             "runtime: 'nemo_rl'; this command works with configs for one machine only, such as "
@@ -101,14 +102,17 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
 
 
 def prepare_run(tree: dict[str, Any]) -> Prepared:
-    """Checks a config tree for the local trainer, and applies `placement: auto`. Raises ConfigError."""
+    """Checks a config tree for training with the local trainer, and applies `placement: auto`.
+
+    Raises ConfigError for a mistake.
+    """
     prepared = prepare_local(tree)
     check_trainer(prepared)
     return place_drafter(prepared)
 
 
 def check_trainer(prepared: Prepared) -> None:
-    """Raises ConfigError for a config that the local trainer cannot train. `bench` can measure it."""
+    """Raises ConfigError for a config that the local trainer cannot train, even if `bench` can measure it."""
     config = prepared.config
     generation = prepared.config.policy.generation
     try:
@@ -136,7 +140,10 @@ def check_trainer(prepared: Prepared) -> None:
 
 
 def place_drafter(prepared: Prepared) -> Prepared:
-    """Applies `placement: auto`, if the config has it. Raises ConfigError if its profile cannot be used."""
+    """Returns the config with the place that `placement: auto` gives the drafter, or unchanged if it does not have this key.
+
+    Raises ConfigError if its profile cannot be used.
+    """
     config = prepared.config
     generation = config.policy.generation
     remote = config.policy.generation.specrollout.remote
@@ -156,7 +163,10 @@ def place_drafter(prepared: Prepared) -> Prepared:
 
 
 def _check_log_dir(path: Path) -> None:
-    """Raises ConfigError if the folder cannot be made. Tries it by a temporary folder in the nearest parent that exists."""
+    """Raises ConfigError if the folder cannot be made.
+
+    To find this out, it makes a temporary folder in the nearest parent folder that exists.
+    """
     try:
         existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
         if not existing.is_dir():
@@ -177,7 +187,7 @@ def _check_log_dir(path: Path) -> None:
 
 
 def check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
-    """Returns the policy's config.json. Raises ConfigError for a folder that no engine can start with."""
+    """Returns the content of the policy's `config.json`. Raises ConfigError for a folder that no engine can start with."""
     is_made = folder.name.startswith("smollm2")
     fix = "run `make smollm2`, which makes it" if is_made else "name a Hugging Face folder"
     is_missing = not os.path.isdir(folder)
@@ -194,7 +204,7 @@ def check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any], length: int) -> None:
-    """Raises ConfigError for drafters whose files do not fit the policy or the length, and for unreachable remote drafters."""
+    """Raises ConfigError if a drafter's files do not fit the policy or the longest text, or if a remote one cannot be used."""
     path = f"{BLOCK_PATH}.drafters"
     has_mtp = model_folder.has_mtp_layers(model_config)
     for drafter in block.drafters:
@@ -231,7 +241,7 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
 
 
 def _check_small_model(folder: Path, policy: Path, kind: str) -> None:
-    """Raises ConfigError for a draft model that is missing or incomplete, or has another vocabulary than the policy."""
+    """Raises ConfigError if a draft model is missing or incomplete, or if its vocabulary is not the policy's."""
     path = f"{BLOCK_PATH}.drafters.model"
     text = f"folder {folder} of the draft model does not exist; name a Hugging Face folder"
     raise_first_mistake(path, (not folder.is_dir(), "", text))
@@ -239,7 +249,7 @@ def _check_small_model(folder: Path, policy: Path, kind: str) -> None:
 
 
 def _check_loadable(folder: Path, policy: Path, kind: str) -> None:
-    """Raises ConfigError for a drafter that vLLM cannot load, or cannot use for the policy."""
+    """Raises ConfigError if vLLM cannot load a drafter's model, or cannot use it with the policy."""
     try:
         model_folder.check_model(folder, policy, kind)
     except ValueError as error:
@@ -247,7 +257,7 @@ def _check_loadable(folder: Path, policy: Path, kind: str) -> None:
 
 
 def _check_prompts(config: RunConfig) -> None:
-    """Raises ConfigError if a prompt of the demo's first step leaves no room for a response.
+    """Raises ConfigError if a prompt of the demo's first training step leaves no room for a response.
 
     Prompts of later steps, and of other tasks, are checked when they are sampled.
     """
@@ -264,7 +274,7 @@ def _check_prompts(config: RunConfig) -> None:
 
 
 def _check_installed() -> None:
-    """Raises ConfigError if vLLM or Megatron-Core is missing, or if this vLLM is not supported."""
+    """Raises ConfigError if vLLM or Megatron-Core is missing, or if the installed vLLM is not supported."""
     version = vllm_version()
     if version is None:
         raise ConfigError("vLLM is not installed; `make setup` installs the CPU build")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab rollouts` lets a policy answer prompts, for `refresh-draft --rollouts`. It can be repeated if killed."""
+"""The command `specrollout-lab rollouts`, in which a policy answers prompts, for `refresh-draft --rollouts`.
+
+If the command is killed, it can be repeated and continues where it was.
+"""
 
 import argparse
 import json
@@ -23,15 +26,15 @@ from nemo_specrollout.heads.features.rollout_files import token_ids_of, whole_to
 from nemo_specrollout.storage.text_files import json_of_line, text_lines
 
 CHUNK_REQUESTS = 256
-"""Requests whose responses are written together."""
+"""Number of requests whose responses are written to the file together."""
 SEED_OFFSET = 1_000_000
-"""Distance from the task seeds of runs and benches, so that a head does not learn their prompts."""
+"""Added to a config's seed when problems are chosen, so that a head does not learn the prompts of runs and benches."""
 
 
 def rollouts(parsed: argparse.Namespace) -> int:
-    """Appends a line for each sample that the file lacks. Returns 0. Raises ConfigError.
+    """Appends a line to the file of `--out` for each sample that the file lacks. Returns 0. Raises ConfigError.
 
-    A response depends on its prompt, its number and the seed alone, so a continued command ends with the same rollouts.
+    A response depends only on its prompt, its number and the seed, so a continued command ends with the same rollouts.
     """
     counts = {"--num": parsed.num, "--samples": parsed.samples}
     raise_first_mistake("", *((n < 1, name, f"{n}; make at least one") for name, n in counts.items()))
@@ -60,7 +63,7 @@ def rollouts(parsed: argparse.Namespace) -> int:
 
 
 def task_prompts(config: RunConfig, num: int, seed: int) -> list[list[int]]:
-    """Returns prompts as token ids, taken in turn from `bench.workloads`, or from `data` if there are no workloads.
+    """Returns prompts as token ids. They are taken in turn from `bench.workloads`, or from `data` without workloads.
 
     Raises ConfigError for tasks that do not exist.
     """
@@ -78,7 +81,10 @@ def task_prompts(config: RunConfig, num: int, seed: int) -> list[list[int]]:
 
 
 def _prompts_in(file: Path, policy: Path) -> list[list[int]]:
-    """Returns the distinct prompts of a file, in order. Each line is a text, or {"prompt_token_ids": [...]}."""
+    """Returns the distinct prompts of a file as token ids, in the order of the file.
+
+    A line of the file is a text, or {"prompt_token_ids": [...]}.
+    """
     from lab.local.step_rollout import load_tokenizer
 
     try:
@@ -91,7 +97,7 @@ def _prompts_in(file: Path, policy: Path) -> list[list[int]]:
 
 
 def _prompt_in(line: str, where: str) -> str | list[int]:
-    """Returns the prompt of a line, a text or token ids. Raises ValueError."""
+    """Returns the prompt of a line, which is a text or a list of token ids. Raises ValueError if the line is not valid."""
     if not line.startswith("{"):
         return line.removesuffix("\r")
     ids = whole_token_ids(json_of_line(line, where).get("prompt_token_ids"), f"{where}: prompt_token_ids")
@@ -103,7 +109,7 @@ def _prompt_in(line: str, where: str) -> str | list[int]:
 def _answer(
     config: RunConfig, parsed: argparse.Namespace, prompts: Sequence[Sequence[int]], samples: Sequence[tuple[int, int]]
 ) -> None:
-    """Writes a response to each sample, (index of its prompt, number of the sample)."""
+    """Writes a response for each sample. A sample is the index of its prompt and its number among the prompt's samples."""
     from lab.local.engine import RolloutEngine
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
@@ -133,7 +139,7 @@ def _move(progress: Progress, bar: TaskID, start: int, done: int) -> None:
 
 
 def _cut_to_whole_lines(file: Path) -> int:
-    """Cuts off a line that a killed process did not finish. Returns the number of remaining lines."""
+    """Cuts off a last line that a killed process has not finished. Returns the number of lines that remain."""
     content = file.read_bytes() if file.is_file() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab run` starts or resumes a GRPO run on this machine, and writes a report however the run ends."""
+"""The command `specrollout-lab run`, which starts or resumes a GRPO run on this machine.
+
+It writes a report however the run ends.
+"""
 
 import argparse
 import time
@@ -20,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class RunInterrupts(Interrupts):
-    """Interrupts that do not disturb the writing of a run's results."""
+    """Handles signals that interrupt a run, but lets the run finish writing its results."""
 
     _is_shielded = False
 
     def shield(self) -> None:
-        """Keeps later signals from raising anything. They are still remembered."""
+        """Keeps later signals from raising KeyboardInterrupt. They are still remembered."""
         self._is_shielded = True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -62,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress") -> int:
-    """Runs the remaining steps, then writes the results, however the steps end. Returns the exit code.
+    """Runs the remaining training steps, and writes the results however the steps end. Returns the exit code.
 
     Raises KeyboardInterrupt, ConfigError if the policy diverged, and OSError.
     """
@@ -95,9 +98,9 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
 
 
 def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -> dict[str, Any] | None:
-    """Writes summary, report and picture. Returns the summary. Warns and returns None if they cannot be written.
+    """Writes summary, report and picture, and returns the summary. If they cannot be written, warns and returns None.
 
-    Raises nothing, so that the error which ended the run is reported.
+    It raises nothing, so that an error that has ended the run is reported.
     """
     from lab.local.run_report import write_results
 
@@ -111,7 +114,10 @@ def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -
 
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":
-    """Starts engine and policy. Nothing is written before both have started. Raises ConfigError if one refuses."""
+    """Starts the engine and the trainer of a run. Raises ConfigError if one of them refuses the config.
+
+    Nothing is written before both have started.
+    """
     from lab.local.runner import GrpoRunner
 
     if prepared.ignored:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab simulate` predicts the time of a step, and the gain of each feature. Imports no torch."""
+"""The command `specrollout-lab simulate`, which predicts the time of a training step and the gain of each feature.
+
+Needs no torch.
+"""
 
 import argparse
 import json
@@ -26,15 +29,15 @@ from nemo_specrollout.config.strict import ConfigError, build, nearest
 from nemo_specrollout.storage.files import write_atomically
 
 LIST = "list"
-"""Subject that lists the scenarios."""
+"""The value of SCENARIO with which the command lists the scenarios."""
 PAPERS = "papers"
-"""Subject that compares the simulator with the figures of two papers."""
+"""The value of SCENARIO with which the command compares the simulator with the figures of two papers."""
 _NUM_POINTS = 200
-"""Number of points of the curve of busy engines over time that the command writes."""
+"""Number of points of the curve that the command writes, which shows the share of busy engines over time."""
 
 
 def simulate(parsed: argparse.Namespace) -> int:
-    """Prints the gain of each feature, and writes it to the folder of `--out`. Raises ConfigError."""
+    """Prints the predicted gain of each feature, and writes it to the folder of `--out`. Returns 0. Raises ConfigError."""
     console = log_console()
     if parsed.config in (LIST, PAPERS):
         _refuse_more(parsed, parsed.config, "trace", "out", "device", "profile")
@@ -73,14 +76,17 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
 
 
 def _refuse_more(parsed: argparse.Namespace, subject: str, *flags: str) -> None:
-    """Raises ConfigError if one of `flags` is given, because they have no meaning for this subject."""
+    """Raises ConfigError if one of `flags` is given, because these flags have no meaning for the subject of the command."""
     for flag in flags:
         if (value := getattr(parsed, flag)) is not None:
             raise ConfigError(f"--{flag}: {str(value)!r} has no meaning for `simulate {subject}`; remove it")
 
 
 def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
-    """Returns the scenario of a run's config, by `--device` or `--profile`. Raises ConfigError if that is missing."""
+    """Returns the scenario of a run's config. Raises ConfigError if the flag that it needs is missing.
+
+    A config of NeMo-RL needs `--device`, and a local one `--profile`.
+    """
     if runtime_of(tree) == "nemo_rl":
         if parsed.device is None:
             raise ConfigError(
@@ -93,7 +99,11 @@ def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
 
 
 def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[np.ndarray]]:
-    """Returns the scenario and a trace's response lengths. The lengths that policies expect are fitted to the trace."""
+    """Returns the scenario and the response lengths of a trace, which is a file of measured lengths.
+
+    The lengths that the simulated straggler policy expects are fitted to the trace. Without a trace, the scenario stays as it
+    is.
+    """
     if trace is None:
         return scenario, []
     lengths = read_trace(trace, "--trace")
@@ -102,7 +112,7 @@ def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[
 
 
 def _account(boxed: bool) -> Table:
-    """Returns a table of the figures of both papers and those of the simulator."""
+    """Returns a table that compares the figures of two papers with those of the simulator."""
     names = ("table", "cell", "paper", "simulated", "error", "role")
     rows = []
     for cell in account():
@@ -137,10 +147,10 @@ def _early_line(step: RollingResult) -> str:
 
 
 def comparison_table(comparison: Comparison, boxed: bool) -> Table:
-    """Returns a table of the seconds of a step and its parts, for each variant.
+    """Returns a table with the seconds of a training step and of its parts, for each variant of the scenario.
 
-    `generate` is the time that training waits for. `idle` is the idle share of all GPUs in a step. `peak` is the share of the
-    engines' peak arithmetic that the response tokens need.
+    `generate` is the time for which training waits. `idle` is the share of a step in which GPUs idle. `peak` is the share of
+    the engines' peak FLOPs that the response tokens need.
     """
     names = (
         "variant",

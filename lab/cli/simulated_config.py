@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a scenario from a run's config. `source` lists the assumptions: response lengths and acceptances.
+"""Builds a scenario for the simulator from a run's config.
 
-A block `simulation` of the config, e.g. `simulation.lengths.median=900`, overrides derived values. Error messages name
-the keys of that block.
+The scenario's `source` names what is assumed, which are response lengths and acceptance rates. A block `simulation` of the
+config, for example `simulation.lengths.median=900`, overrides derived values. Error messages name the keys of that block.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, Tree, at,
 from nemo_specrollout.config.strict import ConfigError, build
 
 OWN_BLOCK = "simulation"
-"""Key of the config block that overrides the scenario."""
+"""Key of the config's block that overrides values of the scenario."""
 _ASSUMED_LENGTHS = {"sigma": 0.8}
 _MEDIAN_SHARE = 0.25
 ASSUMED_ACCEPTANCE = {
@@ -40,15 +40,16 @@ ASSUMED_ACCEPTANCE = {
     "ngram": 0.4,
     "random": 0.0,
 }
-"""Probability that a draft token is accepted after accepted ones, by drafter, where nothing was measured."""
+"""Probability that a draft token is accepted if all before it are, by type of drafter. It is used where nothing was
+measured."""
 _SPREAD = 0.4
 USELESS = "random"
-"""Drafter type that represents an engine without drafters."""
+"""Type of the drafter that stands for an engine without drafters."""
 _SOURCE = "the config; assumed: response lengths (unless --trace), acceptances, the calibration of the roofline"
 
 
 def of_nemo_rl(tree: Tree, device: str) -> Scenario:
-    """Returns the scenario of a NeMo-RL run on the GPUs named `device`. Raises ConfigError."""
+    """Returns the scenario of a NeMo-RL run on GPUs of the type `device`. Raises ConfigError if the config has a mistake."""
     block = effective_config(tree) or SpecrolloutConfig()
     generating = generating_gpus(tree)
     all_gpus = size_at(tree, "cluster.num_nodes") * size_at(tree, "cluster.gpus_per_node")
@@ -82,9 +83,9 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
 
 
 def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
-    """Returns the scenario of a local run: rollouts only, with engines of the smallest measured size.
+    """Returns the scenario of a local run. It has only rollouts, in engines of the smallest size that was measured.
 
-    Contention of engines for the machine's memory and caches is not modelled.
+    The simulator does not model that engines compete for the machine's memory and caches.
     """
     size = min(curve.size for curve in CostTables.read(profile, "--profile").verify_s)
     generation = config.policy.generation
@@ -112,10 +113,10 @@ def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
 
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
-    """Returns the drafting of a block, models before text drafters.
+    """Returns the part of a scenario that describes a block's drafting. Drafters with weights come before text drafters.
 
-    The first drafter of an engine represents all, because the draft board takes the best. An engine without drafters is
-    represented by a look-up that is always wrong.
+    The first drafter of an engine stands for all of them, because the draft board takes the best drafts. A drafter that is
+    always wrong stands for an engine without drafters.
     """
     drafters = sorted(block.drafters, key=lambda drafter: isinstance(drafter, TextDrafterConfig))
     if not all(block.drafters_of_engines) and USELESS not in [drafter.type for drafter in drafters]:
@@ -150,7 +151,7 @@ def _method(drafter: DrafterConfig) -> dict[str, Any]:
 
 
 def _scenario(found: dict[str, Any], tree: Tree) -> Scenario:
-    """Builds the scenario from the derived values `found`, which the user's own block overrides."""
+    """Returns the scenario with the derived values `found`, which the config's own block `simulation` overrides."""
     own = tree.get(OWN_BLOCK, {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"{OWN_BLOCK}: expected a block of keys, got {own!r}")

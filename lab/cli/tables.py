@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the commands."""
+"""Makes the tables that commands print."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,10 @@ from rich.table import Table
 def new_table(
     names: Sequence[str], *, boxed: bool, left: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()
 ) -> Table:
-    """Returns a table with columns `names`, right-justified except for those in `left`. A log gets no box."""
+    """Returns a table with columns `names`, which are right-justified except for those in `left`.
+
+    `boxed` is false in a log, whose tables have no box.
+    """
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     for name in names:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the package on a machine with a GPU, stage by stage."""
+"""The check of the package on a machine with a GPU (`gpu_check`), and the items that it runs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways of rolling out that `real_8b` compares, the prediction for each, and the verdict on their times. Loads no torch."""
+"""The arms that `real_8b` compares, which are ways of rolling out, and the verdict on their times. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Arm:
-    """A way of rolling out. Its prediction was written before any GPU ran it."""
+    """A way of rolling out, with a prediction of its time that was written down before any GPU ran it."""
 
     letter: str
     name: str
@@ -15,6 +15,7 @@ class Arm:
 
     @property
     def title(self) -> str:
+        """Returns the letter and the name."""
         return f"{self.letter} {self.name}"
 
 
@@ -27,12 +28,15 @@ ARMS = (
 )
 PREDICTIONS = tuple(f"{arm.title}: {arm.predicted}" for arm in ARMS)
 BEST_OF = (5, 7, 1)
-"""Numbers of drafts, besides 3, among which vLLM's best is chosen. The most promising one comes first."""
+"""Numbers of drafts besides 3 that are tried to find vLLM's best number, the most promising first."""
 DEPTHS = "steps of a request whose first 1, 2, ... drafts were all accepted"
 
 
 def verdict(seconds: Mapping[str, float]) -> str:
-    """Returns the conclusion from the seconds that the arms need for A's texts."""
+    """Returns a sentence that says whether arm D is faster than arm C, and by how much.
+
+    `seconds` has the seconds that each arm needs for the texts of arm A, by the arm's letter.
+    """
     c, d = seconds["C"], seconds["D"]
     if d > c:
         return (

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws tokens per second by running requests, from `real_8b` in a file of the GPU check: plain, vLLM's best, ours.
+"""Draws tokens per second by number of running requests, for plain decoding, vLLM's best EAGLE-3, and our drafters.
 
     python -m lab.gpu.chart results/gpu_check.json --out results/gpu.png
 
-A rehearsal's picture says that its figures mean nothing, and is not written below docs.
+The figures are those of the item `real_8b` in a file of the GPU check. Figures of a rehearsal mean nothing, so the chart of a
+rehearsal says this in its title, and cannot be written below docs.
 """
 
 import argparse
@@ -16,11 +17,11 @@ from nemo_specrollout.reports.panels import BLUE, GREY, INK
 
 TABLE = "tokens a second by running requests"
 LINES = {"A": GREY, "C": INK, "D": BLUE}
-"""Colours of the ways that are drawn."""
+"""Colours of the arms that are drawn, by their letters."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with a sentence."""
+    """Draws the chart. Returns the exit status, which is 0, or 2 if a sentence on stderr says why nothing was drawn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def draw(report: dict[str, Any], rows: dict[str, dict[str, float]], out: Path) -> None:
-    """Saves the chart."""
+    """Saves the chart to the file `out`. `rows` has the tokens per second by band of running requests for each arm."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

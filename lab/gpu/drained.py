@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch that drains to its last token, recorded step by step in the same way for every engine, vLLM's own included.
+"""Runs a batch until its last request has ended, and records its engine steps in the same way for every engine.
 
-Shapes: S steps, N bands of running requests, K draft positions.
+vLLM's own engine is recorded like ours. Shapes: S engine steps, N bands of running requests, K draft positions.
 """
 
 import time
@@ -16,36 +16,40 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 MAX_RUNNING = (1, 2, 4, 8, 16, 32, 64)
 LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
-"""Labels of the bands of running requests, and the largest number of requests in each band but the last."""
+"""Labels of the bands of running requests. `MAX_RUNNING` has the largest number of requests in each band but the last."""
 MOST_DEPTHS = 8
-"""Draft positions whose acceptance is shown."""
+"""Number of draft positions whose acceptance is shown."""
 
 
 @dataclass(frozen=True)
 class Drained:
-    """The records of a batch. A step's seconds are those between two returns of the engine, as its caller sees them."""
+    """The records of a batch that has drained.
+
+    The seconds of an engine step are those between two returns of the engine, as its caller sees them.
+    """
 
     rollouts: list[Rollout]
     seconds_S: np.ndarray
     running_S: np.ndarray
-    """Unfinished requests before the step."""
+    """Number of unfinished requests before the engine step."""
     tokens_S: np.ndarray
-    """New tokens of the step."""
+    """Number of new tokens in the engine step."""
     num_with: np.ndarray
-    """Request-steps that made at least 1, 2, ... tokens, int64 [K + 1]. Steps that read a prompt are not among them."""
+    """How many times a request gained at least 1, 2, ... tokens in an engine step, int64 [K + 1]. The step in which a request
+    gets its first token is left out."""
 
     @property
     def seconds(self) -> float:
-        """Seconds to the last token."""
+        """Seconds from the start of the batch to its last token."""
         return float(self.seconds_S.sum())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all responses."""
+        """Number of tokens of all responses."""
         return int(self.tokens_S.sum())
 
     def bands(self) -> dict[str, tuple[float, int]]:
-        """Returns seconds and tokens by band of running requests."""
+        """Returns the seconds and the number of tokens in each band of running requests, by the band's label."""
         band_S = np.array([bisect_left(MAX_RUNNING, int(n)) for n in self.running_S])
         found = {}
         for band, label in enumerate(LABELS):
@@ -55,19 +59,25 @@ class Drained:
         return found
 
     def step_ms(self, least: int, most: int) -> float | None:
-        """Returns the median milliseconds of a step with this many running requests, or None if there was no such step."""
+        """Returns the median milliseconds of an engine step with `least` to `most` running requests, or None without one."""
         of_size = (self.running_S >= least) & (self.running_S <= most) & (self.tokens_S > 0)
         return 1e3 * float(np.median(self.seconds_S[of_size])) if of_size.any() else None
 
 
 def acceptance(batches: Sequence[Drained]) -> list[float]:
-    """Returns the share of request-steps whose first 1, 2, ... drafts were all accepted. Counts steps without drafts too."""
+    """Returns the share of a request's engine steps in which its first 1, 2, ... draft tokens were all accepted.
+
+    Engine steps without drafts count too.
+    """
     num_with = np.sum([drained.num_with for drained in batches], axis=0)
     return [float(n) / max(int(num_with[0]), 1) for n in num_with[1:]]
 
 
 def drain(engine: RolloutEngine, requests: Sequence[RolloutRequest], max_tokens: int) -> Drained:
-    """Runs the requests to their end. It counts new tokens after each step, which takes some 20 us in every engine."""
+    """Runs the requests to their end, and returns the records.
+
+    New tokens are counted after each engine step, which takes some 20 us in every engine.
+    """
     started = time.perf_counter()
     generation = Generation(engine, requests, sampling={"max_tokens": max_tokens})
     counter = _TokenCounter(engine, generation)
@@ -85,7 +95,7 @@ def drain(engine: RolloutEngine, requests: Sequence[RolloutRequest], max_tokens:
 
 
 class _TokenCounter:
-    """Counts the new tokens of running requests. Owns the last count of each."""
+    """Counts the new tokens of running requests. Owns the number of tokens that each of them had at the last count."""
 
     def __init__(self, engine: RolloutEngine, generation: Generation) -> None:
         outputs = engine._llm.llm_engine.output_processor
@@ -95,7 +105,7 @@ class _TokenCounter:
         self.num_with = np.zeros(MOST_DEPTHS + 1, np.int64)
 
     def take(self) -> int:
-        """Returns the tokens since the last call."""
+        """Returns the number of new tokens since the last call."""
         total = 0
         for request_id, state in list(self._states.items()):
             finished = self._generation._done.get(request_id)

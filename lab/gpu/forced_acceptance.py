@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check with large models and forced acceptance, which show the gain of drafts that are right with
-probability p.
+"""Items of the GPU check that measure the gain of drafts which are right with a given probability p, for large models.
 
-Weights are random, so no drafter could be right. vLLM's own synthetic acceptance cannot be used, because it replaces our
-acceptance rule, which is to be timed. Instead, a drafter looks the right tokens up in a plain run, and spoils each with
-probability 1 - p. Logits of random weights are nearly flat. So the noise of seed and position decides each token, and the
-texts of the plain run stay right.
+The models have random weights, so no real drafter could be right. vLLM's own synthetic acceptance cannot be used, because it
+replaces our acceptance rule, whose time belongs to the measurement. Instead, a drafter looks up the right tokens in a plain
+run, and spoils each of them with probability 1 - p. The logits of random weights are nearly flat, so the noise of seed and
+position decides each token. Therefore the texts of the plain run stay right.
 
 Shapes: B requests of the batch, N known texts, L longest text, K draft positions, S request slots.
 """
@@ -31,26 +30,26 @@ from nemo_specrollout.speculation.policy import FixedPolicy, SpeculationPolicy, 
 MAX_DRAFTS = 7
 AUTO = BudgetConfig("auto")
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512]
-"""Sizes of CUDA graphs. vLLM's default has 51 up to the same bound."""
+"""Sizes of CUDA graphs that engines capture. vLLM's default captures 51 sizes up to the same bound."""
 CELLS, AGAINST_FIXED = "budgets", "the automatic budget against the best fixed number of drafts"
-"""Titles of tables."""
+"""Titles of two tables."""
 STANDARD_ERRORS = 4.0
-"""Standard errors by which the measured acceptance may differ from the forced one."""
+"""The measured acceptance rate may differ from the forced one by this many standard errors."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The cells that an item measures, the most important first."""
+    """What an item measures. Each tuple begins with what is most important."""
 
     rates: tuple[float, ...] = (0.8, 0.6, 0.9)
     batches: tuple[int, ...] = (32, 128, 8, 256, 1)
     fixed: tuple[int, ...] = (4, 2, 7, 1)
-    """Numbers of drafts that the automatic budget is compared with."""
+    """Fixed numbers of drafts with which the automatic budget is compared."""
     length: int = 128
     stock_s: float = 45.0
-    """Seconds that are kept for the engine of stock vLLM."""
+    """Seconds that are reserved for the engine of stock vLLM."""
     is_compiled: bool = False
-    """Whether engines run as vLLM runs them by default, with torch.compile and vLLM's own sizes of CUDA graphs."""
+    """Whether engines run with torch.compile and vLLM's own sizes of CUDA graphs, which is vLLM's default."""
 
 
 COMPILED = Extent((0.8, 0.6), (128, 256, 32), (2, 1, 4), stock_s=100.0, is_compiled=True)
@@ -59,10 +58,10 @@ TINY = Extent((0.8,), (4, 1), (4, 1), 24, 0.0)
 
 
 class OracleDrafter(Drafter):
-    """Proposes the next tokens of known texts, each of them right with a forced probability.
+    """A drafter that proposes the next tokens of known texts, each of them right with a forced probability.
 
-    Owns the texts and their spoilt copy. A request whose seed is not known gets no proposals. Which tokens are spoilt depends
-    only on text and position, so two runs propose the same.
+    Owns the texts and a copy with spoilt tokens. A request whose seed is not known gets no drafts. Which tokens are spoilt
+    depends only on text and position, so two runs get the same drafts.
     """
 
     name = "suffix"
@@ -86,7 +85,7 @@ class OracleDrafter(Drafter):
         self.know([], [])
 
     def know(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> None:
-        """Replaces the known texts by these responses of a plain run."""
+        """Replaces the known texts by the responses that a plain run has given to these requests."""
         texts = [[*r.prompt_token_ids, *out.token_ids] for r, out in zip(requests, rollouts, strict=True)]
         self._number_of = {_seed(request): i for i, request in enumerate(requests, 1)}
         texts_NL = np.zeros((len(texts) + 1, self._longest + self._most_drafts), np.int32)  # text 0 is empty
@@ -97,7 +96,7 @@ class OracleDrafter(Drafter):
         self.force(1.0)
 
     def force(self, rate: float) -> None:
-        """Sets the probability that a draft is right."""
+        """Sets the probability that a draft token is right."""
         uniform_NL = np.random.default_rng(SEED).random(self._texts_NL.shape)
         is_right_NL = torch.from_numpy(uniform_NL < rate)
         spoilt_NL = (self._texts_NL + 1) % self._vocab_size
@@ -121,14 +120,14 @@ def _seed(request: RolloutRequest) -> int:
 
 
 class _NeverDraft(FixedPolicy):
-    """Lets all drafters rest: plain decoding, in an engine that has drafters."""
+    """A speculation policy that lets all drafters rest, so that an engine with drafters decodes plainly."""
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
         return True
 
 
 def never_draft(num_positions: int) -> SpeculationPolicy:
-    """Returns the policy of plain decoding in an engine that has drafters."""
+    """Returns a speculation policy under which an engine with drafters decodes plainly."""
     return _NeverDraft(0, num_positions)
 
 
@@ -149,17 +148,17 @@ class ForcedEngine:
         self._drafting.record_graphs()
 
     def use_budget(self, config: BudgetConfig | None) -> None:
-        """Decides by this budget from now on. With None the engine never drafts."""
+        """Lets this budget decide the number of drafts from now on. With None the engine never drafts."""
         most = self._most_drafts
         self.use_policy(never_draft(most) if config is None else build_policy(config, most))
 
     def use_policy(self, policy: SpeculationPolicy) -> None:
-        """Decides by this policy from now on, with the seconds of steps that are known."""
+        """Lets this speculation policy decide the number of drafts from now on, with the step times learned so far."""
         policy.costs = self._drafting.policy.costs
         self._drafting.policy = policy
 
     def measure(self, requests: Sequence[RolloutRequest]) -> dict[str, float]:
-        """Returns the figures of the decode steps in which all requests ran."""
+        """Rolls out the requests, and returns figures of the decode steps in which all of them ran."""
         engine = self.engine
         batch = len(requests)
         before = engine.counters()
@@ -186,27 +185,30 @@ class ForcedEngine:
 
 
 def speed(findings: Findings) -> None:
-    """Measures a dense model of 8 billion weights."""
+    """Measures the gain of right drafts for a dense model of 8 billion weights."""
     _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4))
 
 
 def speed_compiled(findings: Findings) -> None:
-    """Measures a dense model of 8 billion weights in engines that vLLM compiles."""
+    """Measures the gain of right drafts for a dense model of 8 billion weights, in engines that vLLM compiles."""
     _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4), COMPILED)
 
 
 def speed_right_less(findings: Findings) -> None:
-    """Measures the same as `speed_compiled` with fewer right drafts, for which that item has no time."""
+    """Measures the same as `speed_compiled` with fewer right drafts, for which `speed_compiled` has no time."""
     _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4), RIGHT_LESS)
 
 
 def speed_experts(findings: Findings) -> None:
-    """Measures a mixture of experts of 30 billion weights, 3 billion of them active."""
+    """Measures the gain of right drafts for a mixture of experts with 30 billion weights, of which 3 billion are active."""
     _measure(findings, findings.size("Qwen3-30B-A3B", "tiny experts"), findings.size(7 * GIB, GIB // 4))
 
 
 def _measure(findings: Findings, geometry: str, kv_cache_bytes: int, extent: Extent = Extent()) -> None:
-    """Notes plain steps, then cells of rate and number of requests, then steps of stock vLLM, as far as the time allows."""
+    """Notes figures of plain decoding, of each rate and number of requests, and of stock vLLM, as far as the time allows.
+
+    A rate is the probability that a draft token is right.
+    """
     extent = findings.size(extent, TINY)
     options: dict[str, Any] = {
         "max_num_seqs": max(extent.batches),
@@ -242,7 +244,10 @@ def _measure_ours(findings: Findings, extent: Extent, forced: ForcedEngine, requ
 def _plain(
     findings: Findings, forced: ForcedEngine, requests: Sequence[RolloutRequest], extent: Extent
 ) -> dict[int, float]:
-    """Notes plain steps by number of requests, and tells the oracle the texts. Returns tokens per second."""
+    """Notes the time of plain engine steps by number of requests, and gives the texts to the oracle.
+
+    Returns the tokens per second of plain decoding by number of requests.
+    """
     forced.use_budget(None)
     rollouts = forced.engine.generate(requests)
     forced.oracle.know(requests, rollouts)
@@ -264,7 +269,7 @@ def _cell(
     requests: Sequence[RolloutRequest],
     plain_tokens_per_s: float,
 ) -> None:
-    """Notes the automatic budget and these fixed numbers of drafts, for one rate and number of requests."""
+    """Notes the speeds of the automatic budget and of fixed numbers of drafts, for one rate and number of requests."""
     name = f"{len(requests)} requests, p {rate:g}"
     forced.use_budget(AUTO)
     forced.measure(requests)  # learns acceptance and step times
@@ -294,7 +299,7 @@ def _noted(findings: Findings, name: str, figures: dict[str, float], plain_token
 
 
 def _note_stock(findings: Findings, batch: int, stock_ms: float) -> None:
-    """Notes the milliseconds of a step of stock vLLM, and compares the automatic budget with it."""
+    """Notes the milliseconds of an engine step of stock vLLM, and compares the automatic budget with stock vLLM."""
     name = f"{batch} requests"
     row = findings.tables["plain decoding"][name]
     findings.note(name, {**row, "stock, ms a step": stock_ms}, "plain decoding")

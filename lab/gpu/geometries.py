@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of real models, as configs of Hugging Face. vLLM makes random weights for them."""
+"""Shapes of real models, as Hugging Face configs. vLLM makes random weights for them."""
 
 import json
 import tempfile
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 151_936
-"""Tokens of the vocabulary of every Qwen3."""
+"""Vocabulary size of every Qwen3."""
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -64,17 +64,17 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
 }
-"""Options that differ from model to model. The tiny models are for rehearsals."""
+"""The options of the config in which the models differ, by name of the model. The tiny models are for rehearsals."""
 
 
 def hf_config(name: str) -> dict[str, Any]:
-    """Returns the config of a geometry as Hugging Face writes it."""
+    """Returns the config of the model with this name in Hugging Face's format."""
     return {**_COMMON, **GEOMETRIES[name]}
 
 
 @contextmanager
 def model_folder(name: str) -> Iterator[Path]:
-    """Yields a folder that contains only the config of a geometry."""
+    """Yields a folder that contains only the config of the model with this name."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(name)), encoding="utf-8")
         yield Path(folder)

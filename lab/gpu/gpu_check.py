@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the package on a GPU: right kernels, equal tokens, speed, waits, memory. At most eleven minutes on one H100 or H200.
+"""Checks kernels, tokens, speed, waits of the host, and memory on a GPU. Takes at most eleven minutes on an H100 or H200.
 
     python -m lab.gpu.gpu_check [ITEM ...] [--out FOLDER] [--seconds 660]
 
-The most important items run first, each in a process of its own, so a failed one does not affect the others. An item that
-would not fit in the time left is skipped. Figures are in FOLDER/gpu_check.json, logs in FOLDER/gpu_check. `--rehearse` runs
-all code on a CPU at tiny sizes. Its figures mean nothing. `--page` writes the figures of FOLDER/gpu_check.json, or
-of the files that it names, to docs/benchmarks/gpu.md.
+The check consists of items. The most important ones run first, each in a process of its own, so a failed item does not affect
+the others. An item that would not fit in the time left is skipped. Figures are written to FOLDER/gpu_check.json, and logs to
+FOLDER/gpu_check. `--rehearse` runs all code on a CPU at tiny sizes. Its figures mean nothing. `--page` runs no item. It writes
+the figures of FOLDER/gpu_check.json, or of the files that it names, to docs/benchmarks/gpu.md.
 """
 
 import argparse
@@ -31,21 +31,24 @@ from nemo_specrollout.storage.files import write_atomically
 EXIT_CANNOT = 2
 """Exit status if this machine cannot run all items, or if an item is unknown."""
 MACHINE = "machine"
-"""The first process, which looks at the machine."""
+"""Name of the first process, which looks at the machine."""
 SECONDS = 660.0
 REHEARSAL_SECONDS = 600.0
-"""Time for each item of a rehearsal."""
+"""Seconds that each item of a rehearsal may take."""
 PATIENCE = 20.0
 """Seconds without output after which a line says that an item is still running."""
 QUIET = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-"""Environment of each item. An item's log shows vLLM's warnings."""
+"""Environment variables of each item. With them an item's log shows vLLM's warnings."""
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-"""Environment of an item whose kernels a CPU interprets."""
+"""Environment variables of an item whose kernels are interpreted on a CPU."""
 _LOG_LINES = 25
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if an item failed, 2 if the machine kept items from running."""
+    """Runs the check.
+
+    Returns the exit status, which is 1 if an item failed, 2 if the machine kept items from running, else 0.
+    """
     options = _parsed(arguments)
     until = time.monotonic() + options.seconds
     if options.here is not None:
@@ -74,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """Returns the options. `here` is the item to run in this process."""
+    """Returns the options of the command line. `here` is the name of the item that this process has to run itself."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lines = [f"{name} ({item.seconds:g} s): {item.purpose}" for name, item in ITEMS.items()]
     parser.epilog = "\n".join(["items:", *(f"  {line}" for line in lines)])
@@ -105,7 +108,10 @@ def _refuse(text: str) -> int:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """Returns what a separate process finds. A CUDA context in this process would count as memory that stays in use."""
+    """Returns what a separate process finds out about the machine.
+
+    A CUDA context in this process would take GPU memory for as long as the check runs.
+    """
     look = Item("machine.look", 60.0, "the machine")
     result = _run_apart(MACHINE, look, options, 180.0)
     if "tables" not in result:
@@ -114,7 +120,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _results(options: argparse.Namespace, found: Machine, until: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the result of each item, as soon as it is known. No item runs beyond the time `until`."""
+    """Runs the items, and yields the result of each as soon as it is known. No item runs beyond the time `until`."""
     for name in options.items:
         item = ITEMS[name]
         left_s = until - time.monotonic()
@@ -129,7 +135,10 @@ def _results(options: argparse.Namespace, found: Machine, until: float) -> Itera
 
 
 def _run_apart(name: str, item: Item, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """Runs an item in a process. Returns its figures, outcome and seconds, and the end of its log if it failed."""
+    """Runs an item in a process of its own, which is killed after `limit_s` seconds.
+
+    Returns the item's figures, outcome and seconds, and the end of its log if it failed.
+    """
     file, log = (options.out / "gpu_check" / f"{name}.{kind}" for kind in ("json", "log"))
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lab.gpu.gpu_check", "--here", name, "--out", str(file)]
@@ -162,7 +171,7 @@ def _run_apart(name: str, item: Item, options: argparse.Namespace, limit_s: floa
 
 
 def _tell_progress(process: "subprocess.Popen[bytes]", file: Path, started: float, limit_s: float) -> None:
-    """Prints each new row of figures until the process ends or its time is over."""
+    """Prints the names of new rows of figures until the process ends or its time is over."""
     shown: set[tuple[str, str]] = set()
     told = started
     while process.poll() is None and time.monotonic() - started < limit_s:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check with the shipped policy. They check tokens, bfloat16, waits, the head, sleep, and the defaults."""
+"""Items of the GPU check that use the shipped policy.
+
+They check tokens, bfloat16, waits, the head, sleep, and the defaults.
+"""
 
 import time
 import warnings
@@ -32,9 +35,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
 }
 MAX_PARTED = 1e-4
-"""Share of tokens at which a response may part from plain decoding in float32, because rounding decides near-ties."""
+"""Largest share of tokens at which responses may part from plain decoding in float32. It is not 0, because rounding decides
+near-ties."""
 SYNC_TOKENS = 32
-"""Tokens of a response in `syncs`."""
+"""Number of tokens of a response in the item `syncs`."""
 PLAIN = block()
 TEXT = block("suffix", "ngram")
 EAGLE3 = block("eagle3")
@@ -43,17 +47,20 @@ ALL = block("suffix", "ngram", "eagle3")
 
 
 def tokens(findings: Findings) -> None:
-    """Compares tokens with plain decoding in float32, eager, for each kind of drafter."""
+    """Compares the tokens of each kind of drafter with those of plain decoding, in float32 and without CUDA graphs."""
     _compare_tokens(findings, {"plain": PLAIN, "all, random budget": RANDOM, "text": TEXT, "eagle3": EAGLE3}, True)
 
 
 def graphs(findings: Findings) -> None:
-    """Compares tokens in float32 with CUDA graphs, where the device chooses the drafts."""
+    """Compares the tokens of drafting with those of plain decoding, in float32 and with CUDA graphs.
+
+    With graphs, the device chooses the drafts.
+    """
     _compare_tokens(findings, {"plain": PLAIN, "all, random budget": RANDOM}, False)
 
 
 def _compare_tokens(findings: Findings, ways: dict[str, SpecrolloutConfig], eager: bool) -> None:
-    """Compares each way with the first."""
+    """Compares the tokens of each way with those of the first way, for several sampling parameters."""
     requests = task_requests(*findings.size((12, 4), (2, 2)))
     expected = dict[str, list[Rollout]]()
     for way, specrollout in ways.items():
@@ -70,14 +77,15 @@ def _compare_tokens(findings: Findings, ways: dict[str, SpecrolloutConfig], eage
 
 
 def as_text(facts: dict[str, Any]) -> dict[str, str]:
-    """Returns facts about a device with lists in one line."""
+    """Returns facts about a device as text. A list becomes one line."""
     return {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in facts.items()}
 
 
 def bf16(findings: Findings) -> None:
-    """Counts responses that differ in bfloat16, between drafting and plain, and between plain batches of full and half size.
+    """Counts the responses in bfloat16 that differ between drafting and plain decoding.
 
-    The second rate shows the effect of other batch sizes alone.
+    Also counts those that differ between plain decoding in one batch and in two batches of half the size. This shows the
+    effect of the batch size alone.
     """
     requests = task_requests(*findings.size((32, 4), (2, 2)))
     plain = []
@@ -95,7 +103,10 @@ def bf16(findings: Findings) -> None:
 
 
 def in_halves(engine: RolloutEngine, requests: list[RolloutRequest], plain: list[Rollout]) -> tuple[int, int]:
-    """Returns `divergence` of the same requests in batches of half the size from their responses in one batch."""
+    """Returns the `divergence` between `plain` and the responses to the same requests in two batches of half the size.
+
+    `plain` has the responses of one batch.
+    """
     halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
     return divergence(halves, [*plain[::2], *plain[1::2]])
 
@@ -108,9 +119,10 @@ def note_rate(findings: Findings, name: str, found: tuple[int, int]) -> None:
 
 
 def syncs(findings: Findings) -> None:
-    """Lists the places where the host waits for the device, by torch's own check, which VLLM_GPU_SYNC_CHECK arms.
+    """Lists the places in the code at which the host waits for the device.
 
-    Only a few dozen steps are checked, so that neither a slow host nor long responses make the item run out of time.
+    The environment variable VLLM_GPU_SYNC_CHECK turns on torch's own check, which finds these places. Only a few dozen engine
+    steps are checked, so that neither a slow host nor long responses make the item run out of time.
     """
     started = time.perf_counter()
     engine = start_engine(POLICY, ALL, eager=True)
@@ -133,7 +145,7 @@ def syncs(findings: Findings) -> None:
 
 
 def head(findings: Findings) -> None:
-    """Measures steps, acceptance and drafting time of the EAGLE-3 head by the number of tokens that it drafts."""
+    """Measures engine steps, acceptance and drafting time of the EAGLE-3 head, by the number of tokens that it drafts."""
     _measure_head(findings, {})
 
 
@@ -160,7 +172,10 @@ def _measure_head(findings: Findings, options: dict[str, Any]) -> None:
 
 
 def sleep(findings: Findings) -> None:
-    """Measures memory awake and asleep, and compares tokens after waking, and after loading the same weights again."""
+    """Measures the GPU memory of an engine that is awake or asleep, and compares its tokens after waking with those before.
+
+    The engine sleeps once at each of vLLM's two levels. After level 2 the weights are loaded again.
+    """
     requests = task_requests(*findings.size((8, 2), (2, 2)))
     can_sleep = torch.cuda.is_available()
     engine = start_engine(POLICY, TEXT, eager=False, enable_sleep_mode=can_sleep)
@@ -181,7 +196,7 @@ def sleep(findings: Findings) -> None:
 
 
 def _used_gib() -> float:
-    """Returns the memory of the GPU that is in use, or 0 without one."""
+    """Returns the GiB of GPU memory that are in use, or 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -189,7 +204,7 @@ def _used_gib() -> float:
 
 
 def compiled(findings: Findings) -> None:
-    """Starts one engine with vLLM's default compilation: torch.compile, and graphs of all kinds and sizes."""
+    """Measures an engine with vLLM's default compilation, which is torch.compile and CUDA graphs of all kinds and sizes."""
     started = time.perf_counter()
     engine = start_engine(POLICY, TEXT, eager=False, precision="bfloat16", compilation_config={})
     start_s = time.perf_counter() - started

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check with other kinds of policies: a hybrid with recurrent layers, and one with DeepSeek's attention.
+"""Items of the GPU check with other kinds of policies, a hybrid with recurrent layers and a model with DeepSeek's attention.
 
-Both are small and have random weights. Their next token depends mostly on the last one, so texts repeat, and drafts from texts
-are often right.
+Both policies are small and have random weights. Their next token depends mostly on the last one. So their texts repeat
+themselves, and drafts from texts are often right.
 """
 
 import shutil
@@ -43,7 +43,7 @@ HYBRID: tuple[str, dict[str, Any]] = (
         "ssm_state_size": 64,
     },
 )
-"""Nemotron-H: Mamba-2 layers, attention, and MLPs, without experts."""
+"""Config class and options of a small Nemotron-H, which has Mamba-2 layers, attention and MLPs, but no experts."""
 MLA: tuple[str, dict[str, Any]] = (
     "DeepseekV3Config",
     {
@@ -62,10 +62,11 @@ MLA: tuple[str, dict[str, Any]] = (
         "moe_intermediate_size": 64,
     },
 )
-"""DeepSeek-V3's attention with its own latent sizes. All layers are dense, because the check's vLLM may lack experts."""
+"""Config class and options of a small model that has DeepSeek-V3's attention with its real latent sizes. All layers are dense,
+because the vLLM that is checked may have no kernels for experts."""
 WAYS = {"plain": PLAIN, "text": TEXT}
 REPETITION = 4.0
-"""Factor of the embedding, which makes the next token depend mostly on the last one."""
+"""Factor on the weights of the embedding, which makes the next token depend mostly on the last one."""
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def random_policy(kind: tuple[str, Mapping[str, Any]]) -> Iterator[Path]:
 
 
 def hybrid_compiled(findings: Findings) -> None:
-    """Compares a hybrid's tokens in float32 with and without drafts, in engines with torch.compile and all graphs."""
+    """Compares the tokens of a hybrid with and without drafts, in float32, in engines with torch.compile and all graphs."""
     requests = _requests(findings)
     expected: dict[str, list[Rollout]] = {}
     with random_policy(HYBRID) as folder:
@@ -112,9 +113,10 @@ def hybrid_compiled(findings: Findings) -> None:
 
 
 def mla(findings: Findings) -> None:
-    """Counts responses that differ with DeepSeek's attention, between drafting and plain, and between plain batch sizes.
+    """Counts the responses that differ between drafting and plain decoding, with DeepSeek's attention in bfloat16.
 
-    vLLM's kernels for it have no float32. So the item has no verdict. The second rate shows the effect of batch sizes alone.
+    Also counts those that differ between plain batches of full and of half size, which shows the effect of the batch size
+    alone. vLLM's kernels for this attention have no float32, so some responses may differ, and the item has no verdict.
     """
     requests = _requests(findings)
     options: dict[str, Any] = {"attention_backend": "TRITON_MLA"} if torch.cuda.is_available() else {}
@@ -137,6 +139,9 @@ def mla(findings: Findings) -> None:
 
 
 def _requests(findings: Findings) -> list[RolloutRequest]:
-    """Returns requests whose texts are long enough to repeat: random weights end most texts early."""
+    """Returns requests with responses of a fixed length, so that texts have time to repeat themselves.
+
+    Without a fixed length, random weights would end most texts early.
+    """
     length = findings.size(128, 48)
     return [replace(r, exact_length=length) for r in task_requests(*findings.size((16, 4), (2, 2)))]

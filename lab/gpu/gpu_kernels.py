@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the GPU check that compare our Triton kernels with their reference, and measure the time of a launch."""
+"""Items of the GPU check that compare our Triton kernels with their references, and measure the time of a launch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +20,14 @@ from lab.gpu.kernel_check import (
 from nemo_specrollout.generation.engine.arguments import set_process_environment
 
 HEAD_VOCAB_SIZE = 32_000
-"""Tokens that a draft head of a Qwen3 usually knows."""
+"""Number of tokens that a draft head of a Qwen3 usually knows."""
 
 
 def kernels(findings: Findings) -> None:
-    """Compares the kernels that need no vLLM. With a draft head, vLLM keeps the texts in memory of the host."""
+    """Compares the kernels that need no vLLM with their references.
+
+    Texts are tried in the device's memory and in the host's, because vLLM keeps them on the host if there is a draft head.
+    """
     places = {"device": False, "host": True} if torch.cuda.is_available() else {"device": False}
     for num in findings.size((64, 1, 256, 1024), (3,)):
         _note(findings, f"acceptance, {num} requests", partial(compare_acceptance, num, _device()))
@@ -34,7 +37,7 @@ def kernels(findings: Findings) -> None:
 
 
 def sampling(findings: Findings) -> None:
-    """Compares the kernels that sample, over the vocabulary of a Qwen3 and of a draft head."""
+    """Compares the kernels that sample with vLLM's functions, over the vocabulary of a Qwen3 and over that of a draft head."""
     set_process_environment()
     from vllm.platforms import current_platform
 
@@ -52,7 +55,10 @@ def _device() -> torch.device:
 
 
 def _note(findings: Findings, name: str, compare: Callable[[], Compared]) -> None:
-    """Notes the results that differ, and the time of each launch. A comparison that raises an error is a problem too."""
+    """Notes which results of a comparison differ, and the time of each launch.
+
+    A comparison that raises an error is noted as a problem.
+    """
     try:
         compared = compare()
         differing = "; ".join(f"{part} by {gap:.2g}" for part, gap in compared.different.items())
@@ -65,7 +71,7 @@ def _note(findings: Findings, name: str, compare: Callable[[], Compared]) -> Non
 
 
 def _launch_times(launch: Callable[[], Any], repeats: int = 50) -> dict[str, Any]:
-    """Returns the microseconds of a launch from Python, and in a CUDA graph."""
+    """Returns the microseconds of a launch from Python and of a launch in a CUDA graph."""
 
     def measured(call: Callable[[], Any]) -> float:
         start = torch.cuda.Event(enable_timing=True)

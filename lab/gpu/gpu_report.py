@@ -15,16 +15,16 @@ from nemo_specrollout.storage.files import write_atomically
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- figures of gpu_check -->", "<!-- end of figures -->"
 MAX_ROWS, MAX_ROWS_OF_PAGE = 60, 16
-"""Rows of the longest table that the terminal shows, and of the longest on the page. Longer ones are only in the JSON file."""
+"""Largest number of rows of a table in the terminal, and of a table on the page. Longer tables are only in the JSON file."""
 SETTINGS = "engines"
-"""Title of the tables of engine settings, which are in the JSON file but not on the page."""
+"""Title of the tables with engine settings, which are in the JSON file but not on the page."""
 Result = Mapping[str, Any]
-"""An item's `outcome` (done, failed, stopped, skipped), `seconds`, `reason`, `problems`, `predictions` and `tables`,
-as far as known."""
+"""What is known of an item. The keys are `outcome` (done, failed, stopped or skipped), `seconds`, `reason`, `problems`,
+`predictions` and `tables`."""
 
 
 class Table(NamedTuple):
-    """Rows of text under a title."""
+    """A table of text with a title."""
 
     title: str
     columns: list[str]
@@ -32,13 +32,13 @@ class Table(NamedTuple):
 
 
 class Report:
-    """The results of items on one machine and commit. Owns their file.
+    """The results of items on one machine and one commit. Owns the file that they are written to.
 
-    A file of the same machine and commit is continued, so that items may run in several calls.
+    If the file already has results of the same machine and commit, they are kept, so that items may run in several calls.
     """
 
     def __init__(self, file: Path, machine: Mapping[str, str], is_rehearsal: bool) -> None:
-        """Reads the file if there is one to continue."""
+        """Reads the file if it has results of the same machine and commit."""
         self._file = file
         facts = {
             "machine": dict(machine),
@@ -52,7 +52,7 @@ class Report:
         self._facts = {"date": time.strftime("%Y-%m-%d"), **facts}
 
     def add(self, name: str, result: Result) -> None:
-        """Writes an item's result to the file."""
+        """Adds an item's result and writes the file."""
         self.items[name] = result
         write_atomically(self._file, json.dumps({**self._facts, "items": self.items}, indent=1))
 
@@ -65,7 +65,10 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any] | None:
-    """Returns the reports of several calls as one, or None if there are none. Raises ValueError if their machines differ."""
+    """Returns the reports of several calls as one, or None if there are none.
+
+    Raises ValueError if they differ in machine, commit or versions.
+    """
     reports = [report for file in files if (report := read(file)) is not None]
     if not reports:
         return None
@@ -77,7 +80,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any] | None:
 
 
 def summary(items: Mapping[str, Result]) -> Table:
-    """Returns a row for each item of the check."""
+    """Returns a table with a row for each item of the check."""
     rows = []
     for name, item in ITEMS.items():
         result = items.get(name, {"outcome": "not run"})
@@ -88,7 +91,7 @@ def summary(items: Mapping[str, Result]) -> Table:
 
 
 def tables(result: Result, max_rows: int = MAX_ROWS) -> Iterator[Table]:
-    """Yields the tables of an item's figures that have at most `max_rows` rows."""
+    """Yields the tables with an item's figures. Leaves out those with more than `max_rows` rows."""
     for title, rows in result.get("tables", {}).items():
         columns = list(dict.fromkeys(name for row in rows.values() for name in row))
         if len(rows) <= max_rows:
@@ -98,14 +101,14 @@ def tables(result: Result, max_rows: int = MAX_ROWS) -> Iterator[Table]:
 
 
 def number(value: Any) -> str:
-    """Returns a figure as text, with four significant digits."""
+    """Returns a figure as text. A float gets four significant digits."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def as_text(table: Table) -> str:
-    """Returns a table in columns for a terminal."""
+    """Returns a table as text with aligned columns for the terminal."""
     lines = [table.columns, *table.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -113,14 +116,14 @@ def as_text(table: Table) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """Returns a table of a page."""
+    """Returns a table in Markdown."""
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     body = "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
     return f"{table.title}:\n\n{body}" if table.title else body
 
 
 def figures_of(report: Mapping[str, Any] | None) -> str:
-    """Returns the part of the page between its markers."""
+    """Returns the text for the page between its two markers, in Markdown. `report` is None if no report exists."""
     if report is None:
         return f"Not run on any GPU yet.\n\n{as_markdown(summary({}))}"
     kind = "A rehearsal on a CPU: these figures mean nothing." if report["is_rehearsal"] else ""
@@ -135,7 +138,10 @@ def figures_of(report: Mapping[str, Any] | None) -> str:
 
 
 def write_page(report: Mapping[str, Any] | None, page: Path = PAGE) -> None:
-    """Replaces the figures of the page. Raises ValueError if the page lacks the markers."""
+    """Writes the figures of a report into the page, in place of those that it has.
+
+    Raises ValueError if the page lacks the markers.
+    """
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item of the GPU check that measures the cost of our part of a step, with the shape of a real model and random weights.
+"""Items of the GPU check that measure what our part of an engine step costs, with the shape of a real model.
 
-Texts of random weights do not repeat, so text drafters find no right tokens. The item measures their cost, not their gain.
+The weights are random, and texts of random weights do not repeat, so text drafters find no right tokens. The items measure the
+cost of these drafters, not their gain.
 """
 
 import cProfile
@@ -33,20 +34,23 @@ def random_requests(num: int, length: int) -> list[RolloutRequest]:
 
 
 def start_random(folder: Path, specrollout: SpecrolloutConfig, **kwargs: Any) -> RolloutEngine:
-    """Starts an engine with random weights, in bfloat16 on a GPU."""
+    """Starts an engine with random weights, in bfloat16 on a GPU and in float32 elsewhere."""
     precision = "bfloat16" if torch.cuda.is_available() else "float32"
     defaults: dict[str, Any] = {"load_format": "dummy", "enable_prefix_caching": False}
     return start_engine(folder, specrollout, eager=False, precision=precision, **{**defaults, **kwargs})
 
 
 def overhead(findings: Findings) -> None:
-    """Measures steps of a small model, where our part is largest, with stock vLLM, our sampler, and useless drafters."""
+    """Measures engine steps of a small model, in which our part is largest.
+
+    Compares stock vLLM, our sampler without drafters, and drafters that are never right.
+    """
     batches = findings.size((1, 32, 64), (1, 2))
     _compare(findings, findings.size("Qwen3-0.6B", "tiny"), batches, WAYS)
 
 
 def overhead_large(findings: Findings) -> None:
-    """Measures steps of 128 requests with the shape of Qwen3-8B, plain and with drafters that soon rest.
+    """Measures engine steps of 128 requests with the shape of Qwen3-8B, plain and with drafters that soon rest.
 
     The table of kernels shows where our sampler uses other kernels than vLLM's, and the microseconds of both.
     """
@@ -56,10 +60,10 @@ def overhead_large(findings: Findings) -> None:
 def _compare(
     findings: Findings, geometry: str, batches: Sequence[int], ways: dict[str, SpecrolloutConfig], **options: Any
 ) -> None:
-    """Notes steps of each way by number of requests, then profiles.
+    """Notes the time of engine steps in each way by number of requests, and then profiles.
 
-    All engines live at the same time and take turns, forwards and backwards. So neither the growing state of the process nor
-    a machine that changes its speed can favour one of them.
+    All engines live at the same time and take turns, forwards and backwards. So neither the growing state of the process nor a
+    machine that changes its speed can favour one of them.
     """
     length = findings.size(64, 8)
     with model_folder(geometry) as folder:
@@ -77,7 +81,10 @@ def _compare(
 
 
 def _take_turns(findings: Findings, engines: dict[str, RolloutEngine], requests: Sequence[RolloutRequest]) -> None:
-    """Notes the fastest and the slowest round of each engine, and the host's milliseconds in our drafting."""
+    """Notes milliseconds per engine step in the fastest and the slowest round of each engine.
+
+    Also notes the milliseconds per engine step that the host spends on our drafting.
+    """
     times: dict[str, list[float]] = {way: [] for way in engines}
     host_ms = dict.fromkeys(engines, 0.0)
     for number in range(1, findings.size(5, 3)):
@@ -95,7 +102,7 @@ def _take_turns(findings: Findings, engines: dict[str, RolloutEngine], requests:
 def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> float:
     """Returns the mean milliseconds of a decode step without accepted drafts, measured by the caller of the engine.
 
-    All responses have one length. The first steps read prompts and the last ones wait, so neither counts.
+    All responses must have one length. The first engine steps read prompts, and the last ones wait, so they do not count.
     """
     generation = Generation(engine, requests)
     ended = []
@@ -107,7 +114,7 @@ def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> 
 
 
 def profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
-    """Notes launches, copies and waits of a step on the host, and the share of time in which the GPU works."""
+    """Notes the host's launches, copies and waits per engine step, and the share of time in which the GPU works."""
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     steps = engine.num_steps
@@ -134,7 +141,10 @@ def profile(findings: Findings, way: str, engine: RolloutEngine, requests: Seque
 
 
 def _profile_python(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
-    """Notes the share of Python's time in our functions, and their calls in a step. The profiler slows all functions down."""
+    """Notes the share of Python's time that our functions take, and the number of their calls per engine step.
+
+    The profiler slows all functions down.
+    """
     steps = engine.num_steps
     profiler = cProfile.Profile()
     profiler.runcall(engine.generate, requests)
@@ -150,7 +160,7 @@ def _profile_python(findings: Findings, way: str, engine: RolloutEngine, request
 
 
 def _events(profiler: torch.profiler.profile) -> tuple[Counter[str], Counter[str], dict[str, float]]:
-    """Returns calls of the host, kernels of the GPU, and the microseconds of the latter, each by name."""
+    """Returns the numbers of calls on the host and of kernels on the GPU, and the kernels' microseconds, all by name."""
     calls = Counter[str]()
     kernels = Counter[str]()
     kernel_us: dict[str, float] = {}

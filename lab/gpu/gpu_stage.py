@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the items of the GPU check share: figures, engines that start quickly, and requests."""
+"""What the items of the GPU check share, which are figures, engines that start quickly, and requests."""
 
 import json
 import time
@@ -29,7 +29,8 @@ QUICK_GRAPHS: dict[str, Any] = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 288, 576],
 }
-"""Graphs of decode steps for a few sizes, without torch.compile. An engine of a small model then starts in 10 to 25 s."""
+"""Compilation config with CUDA graphs of decode steps for a few sizes, and without torch.compile. With it, an engine of a
+small model starts in 10 to 25 s."""
 GIB = 1 << 30
 Size = TypeVar("Size")
 
@@ -54,13 +55,13 @@ class Findings:
         self._write()
 
     def check(self, is_right: bool, problem: str) -> None:
-        """Notes the problem unless `is_right`."""
+        """Notes `problem` if `is_right` is false."""
         if not is_right:
             self.problems.append(problem)
             self._write()
 
     def size(self, real: Size, rehearsal: Size) -> Size:
-        """Returns the argument for this run."""
+        """Returns `rehearsal` in a rehearsal, else `real`."""
         return rehearsal if self.is_rehearsal else real
 
     @property
@@ -73,7 +74,10 @@ class Findings:
 
 
 def block(*drafters: str, budget: BudgetConfig | None = None, head: Path = HEAD) -> SpecrolloutConfig:
-    """Returns a block with drafters of these types. Without any, it is plain decoding with our sampler."""
+    """Returns a block with drafters of these types. Without types, its engine decodes plainly with our sampler.
+
+    `head` is the folder of the draft head for the type `eagle3`.
+    """
     named = ({"type": name, "model": str(head)} if name == "eagle3" else {"type": name} for name in drafters)
     built = tuple(build_tagged(DRAFTERS, values, "drafters") for values in named)
     return SpecrolloutConfig(drafters=built, budget=budget or BudgetConfig())
@@ -91,9 +95,9 @@ def start_engine(
     length: int = 512,
     **kwargs: Any,
 ) -> RolloutEngine:
-    """Starts an engine for texts of `length` tokens. `kwargs` are further arguments of vllm.LLM.
+    """Starts an engine for texts of up to `length` tokens. `kwargs` are further arguments of vllm.LLM.
 
-    The KV cache has a fixed size, because a share of a GPU's memory would be a million blocks for a tiny model. Without a GPU
+    The KV cache has a fixed size, because a share of a GPU's memory would give a tiny model a million blocks. Without a GPU
     the engine is eager.
     """
     eager = eager or not torch.cuda.is_available()
@@ -111,21 +115,24 @@ def start_engine(
 
 
 def task_requests(num_prompts: int, num_samples: int) -> list[RolloutRequest]:
-    """Returns requests for the shipped policy, in groups of samples of one prompt."""
+    """Returns requests for the shipped policy. There are `num_samples` for each of `num_prompts` prompts."""
     tokenizer = load_tokenizer(POLICY)
     prompts = [encode_prompt(problem, tokenizer) for problem in make_problems(SEED, num_prompts)]
     return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(num_samples)]
 
 
 def of_version(requests: Sequence[RolloutRequest], version: int) -> list[RolloutRequest]:
-    """Returns the same prompts with other noise. With equal noise the suffix drafter would know a second round's texts."""
+    """Returns requests for the same prompts with other noise, which depends on `version`.
+
+    With equal noise, the suffix drafter would know the texts of a second round.
+    """
     return [replace(request, policy_version=version) for request in requests]
 
 
 def timed(
     engine: RolloutEngine, requests: Sequence[RolloutRequest], **sampling: Any
 ) -> tuple[list[Rollout], dict[str, Any]]:
-    """Returns responses and the figures of their generation: tokens, steps, time, and drafts if there were any."""
+    """Rolls out requests. Returns the responses, and figures of tokens, engine steps, time, and drafts if there were any."""
     proposed, accepted = verified(engine)
     steps = engine.num_steps
     started = time.perf_counter()
@@ -146,13 +153,16 @@ def timed(
 
 
 def verified(engine: RolloutEngine) -> tuple[int, int]:
-    """Returns the draft tokens that the engine has verified and accepted since its start."""
+    """Returns how many draft tokens the engine has verified and how many it has accepted since its start."""
     counters = engine.counters()
     return (0, 0) if counters is None else (counters.num_proposed, counters.num_accepted)
 
 
 def divergence(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
-    """Returns how many responses differ, and how many tokens were compared: up to the first difference of each."""
+    """Returns how many responses differ from `others`, and how many tokens were compared.
+
+    The tokens of a response are compared up to the first one that differs.
+    """
     parted, compared = 0, 0
     for a, b in zip(rollouts, others, strict=True):
         differs = [x != y for x, y in zip(a.token_ids, b.token_ids, strict=False)]

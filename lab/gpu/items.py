@@ -12,39 +12,42 @@ from lab.gpu.machine import Machine
 from nemo_specrollout.doctor.self_test import EXACT
 
 GRACE = 0.6
-"""Share of an item's expected seconds that must be left for it to start."""
+"""An item is started only if at least this share of its expected seconds is left."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A check that runs in a process of its own."""
+    """A check that `gpu_check` runs in a process of its own."""
 
     function: str
-    """Module of this package and function, which takes `Findings`."""
+    """Name of a module in this package and of a function in it. The function takes `Findings`."""
     seconds: float
-    """Expected seconds on an H100. An estimate."""
+    """Expected seconds on an H100, which are an estimate."""
     purpose: str
     gib: float = 8.0
-    """Memory of the GPU that the item needs."""
+    """GiB of GPU memory that the item needs."""
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     needs_vllm: bool = True
     has_experts: bool = False
-    """True if the model is a mixture of experts, for which vLLM has a separate library."""
+    """Whether the model is a mixture of experts, for which vLLM has a separate library."""
     not_on_cpu: str = ""
-    """Reason for which a rehearsal leaves the item out."""
+    """Why a rehearsal leaves the item out, or empty if it does not."""
     model: Callable[[], Path] | None = None
-    """The folder of a model that `make smollm2` makes."""
+    """Returns the folder of the model that the item needs and that `make smollm2` makes. None if it needs no such model."""
     predictions: tuple[str, ...] = ()
-    """Expectations that were written down before the run and are kept with its figures."""
+    """Expectations that were written down before the run, and that are kept with its figures."""
 
 
 def smollm2() -> Path:
-    """Returns the folder of SmolLM2-135M, which the variable SMOLLM2_START may name."""
+    """Returns the folder of SmolLM2-135M. The environment variable SMOLLM2_START may name another than the usual one."""
     return Path(os.environ.get("SMOLLM2_START") or "models/smollm2_start")
 
 
 def smollm2_head() -> Path:
-    """Returns the folder of its EAGLE-3 head, which the variable SMOLLM2_HEAD may name if it is not in the tree."""
+    """Returns the folder of SmolLM2's EAGLE-3 head.
+
+    The environment variable SMOLLM2_HEAD names it if it is not in the tree.
+    """
     return Path(os.environ.get("SMOLLM2_HEAD") or Path(__file__).parents[2] / "examples" / "models" / "smollm2_eagle3")
 
 
@@ -122,7 +125,7 @@ ITEMS = {
 
 
 def reason_to_skip(item: Item, left_s: float, machine: Machine) -> str:
-    """Returns why an item is not started, or an empty string if it is started."""
+    """Returns why an item cannot be started with `left_s` seconds left, or an empty string if it can."""
     if item.needs_vllm and machine.vllm_problem:
         return machine.vllm_problem
     if item.has_experts and not machine.serves_experts:
@@ -137,7 +140,7 @@ def reason_to_skip(item: Item, left_s: float, machine: Machine) -> str:
 
 
 def _missing(model: Path) -> str:
-    """Returns which of SmolLM2's folders is not here, and how to get it."""
+    """Returns a sentence that says which folder of SmolLM2 is missing and how to get it, or an empty string if none is."""
     if not (model / "config.json").is_file():
         return f"{model} is missing: run `make smollm2`"
     head = smollm2_head()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares our Triton kernels with their numba bodies, or with vLLM's functions, on random inputs.
 
-The GPU check also measures the launches. A CPU can run the comparisons in Triton's interpreter. vLLM is imported only for
-comparisons with its functions.
+The GPU check also measures the time of their launches. A CPU can run the comparisons in Triton's interpreter. vLLM is imported
+only for comparisons with its functions.
 
 Shapes: B requests, S request slots, R rows, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
 """
@@ -27,11 +27,11 @@ own_kernels.register()
 K, L = 7, 512
 CPU = torch.device("cpu")
 ROUNDING, RELATIVE_ROUNDING = 1e-4, 2e-5
-"""Largest difference of floating-point results, and the part of a result that is added to it. Sums in another order differ by
-that much. A lost addend of 1 is noticed in sums up to 45,000."""
+"""Floating-point results may differ by the first number plus the second number times the result, because sums may be added in
+another order. A lost addend of 1 is still noticed in sums up to 45,000."""
 _DRAFTERS = ("suffix", "ngram", "eagle3")
 _MODEL = 2
-"""Number of the drafter with weights, whose proposals are random here."""
+"""Index of the drafter with weights, whose drafts are random here."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -40,12 +40,13 @@ class Compared:
     """The result of a comparison."""
 
     different: dict[str, float] = field(default_factory=dict)
-    """Largest gap of each result that differs. Floating-point results differ if rounding does not explain the gap."""
+    """Largest gap of each result that differs, by name. A floating-point result differs only if rounding does not explain the
+    gap."""
     launches: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """Calls that launch our kernels once more, on the same inputs."""
+    """Functions that launch our kernels once more on the same inputs, by name."""
 
     def note(self, expected: Tensors, got: Tensors) -> None:
-        """Compares results by name."""
+        """Compares the results of the same name, and notes the gaps of those that differ."""
         for name, value in expected.items():
             wanted = value.cpu().double()
             gaps = (got[name].cpu().double() - wanted).abs().nan_to_num(nan=torch.inf)
@@ -55,13 +56,14 @@ class Compared:
 
 
 class DraftingStep:
-    """A draft board with two context indexes on one device, and the inputs of its steps. Equal sizes give equal inputs.
+    """A draft board with two context indexes on one device, and random inputs of its engine steps.
 
-    Example: `step.observe(); step.choose(); step.results()["drafts_BK"]`.
+    Boards for equal numbers of requests get equal inputs. Example: `step.observe(); step.choose();
+    step.results()["drafts_BK"]`.
     """
 
     def __init__(self, num_requests: int, device: torch.device, kernels: ModuleType, on_host: bool = False) -> None:
-        """Creates the board and the texts. With `on_host`, texts lie in pinned memory of the host, as vLLM keeps them."""
+        """Creates the board and the texts. With `on_host`, texts lie in pinned memory of the host, where vLLM keeps them."""
         self._rng = np.random.default_rng(num_requests)
         self._device = device
         self._number = 0
@@ -87,7 +89,10 @@ class DraftingStep:
         return torch.from_numpy(self._rng.integers(low, high, shape)).int().to(self._device)
 
     def draw_inputs(self) -> None:
-        """Sets the inputs of the next step: its rows, the tokens that it sampled, and the drafts of the model."""
+        """Draws the inputs of the next engine step.
+
+        They are its rows, the tokens that it sampled, and the drafts of the drafter with weights.
+        """
         num_requests = len(self.texts.slots_B)
         tables = self.board.tables
         slots_B = self._rng.permutation(num_requests)
@@ -103,16 +108,16 @@ class DraftingStep:
         self._number += 1
 
     def observe(self) -> None:
-        """Learns from the tokens of the step. The first step learns the texts."""
+        """Lets the board and the indexes learn the tokens of the engine step. In the first step they learn the whole texts."""
         max_new = L if self._number == 1 else K + 1
         self.board.observe(self.texts, self._num_sampled_B, self._num_rejected_B, self._number, self.lookups, max_new)
 
     def choose(self) -> None:
-        """Lets the indexes propose, and chooses the drafts of the next step."""
+        """Lets the indexes propose drafts, and chooses the drafts of the next engine step."""
         self.board.choose(self.texts, RowPrice(0.02, 1e-4, 0.03), self.lookups)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Returns all tables by name."""
+        """Returns all tables of the board and of the indexes by name."""
         indexes = {
             f"{_DRAFTERS[u.drafter]} {name}": table
             for u in self.lookups
@@ -125,14 +130,14 @@ class DraftingStep:
         return {**self.board.tables._asdict(), **indexes}
 
     def copy_from(self, other: "DraftingStep") -> None:
-        """Copies all tables, so that rounding cannot add up to another choice."""
+        """Copies all tables of another board and its indexes, so that rounding cannot add up to another choice."""
         theirs = other.results()
         for name, table in self.results().items():
             table.copy_(theirs[name])
 
 
 def compare_drafting(num_requests: int, device: torch.device, on_host: bool = False, num_steps: int = 8) -> Compared:
-    """Compares the kernels that learn, count contexts, look drafts up and choose among them, for some steps."""
+    """Compares the kernels that learn tokens, count contexts, look up drafts and choose among them, over some engine steps."""
     from nemo_specrollout.drafters import step_triton
 
     result = Compared()
@@ -150,7 +155,7 @@ def compare_drafting(num_requests: int, device: torch.device, on_host: bool = Fa
     earlier_S = ours.texts.total_len_S - 4
 
     def observe_again() -> None:
-        """Learns the last tokens of each text once more, for which it must forget that they were learned."""
+        """Makes the indexes forget that they know the last tokens of each text, and learn these once more."""
         for lookup in ours.lookups:
             lookup.learned_S.copy_(earlier_S)
         ours.observe()
@@ -160,7 +165,7 @@ def compare_drafting(num_requests: int, device: torch.device, on_host: bool = Fa
 
 
 def compare_acceptance(num_requests: int, device: torch.device) -> Compared:
-    """Compares acceptance by equality."""
+    """Compares the kernel that accepts drafts by equality with its reference."""
     from nemo_specrollout.sampling.equality_triton import accept_rows
 
     sampled_R, inputs_R, starts_B1 = (t.to(device) for t in _verified_rows(num_requests))
@@ -178,7 +183,10 @@ def compare_acceptance(num_requests: int, device: torch.device) -> Compared:
 
 
 def _verified_rows(num_requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns sampled tokens, the tokens that the forward pass read, most of them right, and each request's first row."""
+    """Returns the tokens that an engine step sampled, the tokens that it read, and the first row of each request.
+
+    Most of the tokens that it read are right drafts, which equal the token sampled in the row before.
+    """
     rng = np.random.default_rng(num_requests)
     starts_B1 = np.concatenate([[0], np.cumsum(rng.integers(1, K + 2, num_requests))])
     sampled_R = torch.from_numpy(rng.integers(0, 5, starts_B1[-1]))
@@ -187,9 +195,9 @@ def _verified_rows(num_requests: int) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def compare_row_sampling(num_requests: int, device: torch.device, num_vocab: int) -> Compared:
-    """Compares sampling, log-probs, ranks and acceptance of a step's rows with vLLM's functions on the same device.
+    """Compares sampling, log-probs, ranks and acceptance of an engine step's rows with vLLM's functions on the same device.
 
-    The runner-up of a row is what vLLM samples without the row's token.
+    The runner-up of a row is compared with what vLLM samples if the row's own token is ruled out.
     """
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
@@ -240,15 +248,15 @@ def _drawn(drawn: Any) -> dict[str, torch.Tensor]:
 
 
 def _logits(num_rows: int, num_vocab: int) -> torch.Tensor:
-    """Returns logits in bfloat16 [R, V]."""
+    """Returns random logits in bfloat16 [R, V]."""
     return torch.randn(num_rows, num_vocab, generator=torch.Generator().manual_seed(num_rows)).mul_(3).bfloat16()
 
 
 def compare_draft_sampling(num_requests: int, device: torch.device, num_vocab: int) -> Compared:
-    """Compares drafts sampled with the target's noise with the tokens of vLLM's sampler on the same device.
+    """Compares drafts that are sampled with the request's own noise with the tokens of vLLM's sampler on the same device.
 
-    The second comparison drafts from every eighth token of the vocabulary. Levels are not compared, because a CPU's logarithms
-    differ slightly, so a score gap near an edge may fall on the other side.
+    A second comparison samples drafts from every eighth token of the vocabulary only. Evidence levels are not compared,
+    because a CPU's logarithms differ slightly, so a score gap near an edge may get another level.
     """
     from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
     from nemo_specrollout.generation.engine.compat import draw

@@ -14,21 +14,24 @@ _LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")
 
 
 class Machine(NamedTuple):
-    """A machine with a GPU, as seen by a process of its own."""
+    """What is known of a machine and its GPU."""
 
     facts: Mapping[str, str]
-    """Name, compute capability, memory and driver of the GPU. Empty without a GPU."""
+    """Name, compute capability, memory and driver of the GPU, or empty without a GPU."""
     free_gib: float = 0.0
     gpu_problem: str = ""
-    """A sentence about why there is no GPU to use."""
+    """A sentence that says why there is no GPU to use, or empty."""
     vllm_problem: str = ""
-    """A sentence about why no engine can run on it."""
+    """A sentence that says why no engine can run on the GPU, or empty."""
     serves_experts: bool = True
-    """True if vLLM has kernels for mixtures of experts."""
+    """Whether vLLM has kernels for mixtures of experts."""
 
 
 def look() -> Machine:
-    """Looks at this machine. It loads torch and vLLM, and uses the GPU, so call it in a process that ends afterwards."""
+    """Looks at this machine and returns what it finds.
+
+    It loads torch and vLLM and uses the GPU, so it should be called in a process that ends afterwards.
+    """
     try:
         import torch
     except Exception as error:

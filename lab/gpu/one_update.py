@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes weights that are one update older than a policy's, such as a training loop would have had one step before.
+"""Computes weights that are one update older than a policy's, such as a training run would have had one step before.
 
-The update's direction is the gradient of GRPO's objective on responses of the policy. AdamW's first step moves each weight
-by the learning rate, whatever the size of its gradient, and later steps move most weights by less. A run keeps weights in
-float32 and serves them in bfloat16, where an update of 5e-6 changes few of them. So each weight here gets a random place
-within its rounding, like a weight of a run, before it is moved and rounded.
+The update's direction is the gradient of GRPO's objective on responses of the policy. AdamW's first step moves each weight by
+the learning rate, whatever the size of its gradient, and later steps move most weights by less. A run keeps weights in float32
+and serves them in bfloat16, where an update of 5e-6 changes few of them. Only the rounded weights are known here. So before a
+weight is moved and rounded again, it gets a random float32 value among those that round to it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from lab.policies.widened import read_policy
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 _DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-"""Binary digits of a number's significand."""
+"""Number of binary digits of a number's significand."""
 
 
 def one_update_older(
@@ -30,7 +30,10 @@ def one_update_older(
     learning_rate: float,
     device: str,
 ) -> dict[str, Tensor]:
-    """Returns the policy's tensors before an update that these responses would have caused. They lie on the CPU."""
+    """Returns the policy's tensors as they were before an update that would have brought them to the weights in `folder`.
+
+    The update is the one that these responses and their rewards would have caused. The tensors lie on the CPU.
+    """
     gradients = _gradients(folder, requests, rollouts, _advantages(requests, rewards), device)
     generator = torch.Generator(device).manual_seed(0)
     _, tensors = read_policy(folder)
@@ -73,7 +76,10 @@ def _gradients(
 
 
 def _moved(weight: Tensor, change: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns the rounded sum of a change and of a weight whose place within its rounding is random."""
+    """Returns a weight plus a change, rounded to the weight's dtype.
+
+    Before the change is added, the weight gets a random value among those that round to it.
+    """
     exponent = torch.frexp(weight.float())[1]
     spacing = torch.ldexp(torch.ones_like(weight, dtype=torch.float64), exponent - _DIGITS[weight.dtype])
     place = torch.rand(weight.shape, dtype=torch.float64, device=weight.device, generator=generator) - 0.5

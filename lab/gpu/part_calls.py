@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the calls of one lease of a machine: which parts each call carries, if they fit, and its command. Needs no git."""
+"""Plans the calls of one lease of a GPU machine, which are the parts that each call carries and the command that it runs.
+
+A lease is the time for which the machine is lent. A part is a file or folder that travels with a call besides the working
+tree. Needs no git.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,42 +11,43 @@ from pathlib import Path
 
 MIB = 1 << 20
 MOST_BYTES = 64 * MIB
-"""Largest size of a call's working tree and carried parts together, in bytes."""
+"""Most bytes that a call may carry, in its working tree and its parts together."""
 MARGIN = MIB // 2
 """Bytes reserved for what a transfer adds to the files."""
 MOST_PATHS = 8
-"""Largest number of carried paths in a call."""
+"""Most parts that a call may carry."""
 MOST_TEXT = 2_000
-"""Largest number of characters in a call's command."""
+"""Most characters that a call's command may have."""
 LEASE_S = 900
-"""Seconds of a lease, the machine's start included."""
+"""Seconds of a lease, which include the start of the machine."""
 PLACE = Path(".gpu_parts")
 CARGO, PIECE = "model", "piece"
-"""Names of a carried folder, and of the piece in it, before their numbers."""
+"""Names of a folder to carry and of the model's piece in it. A number follows each name."""
 UNPACK = PLACE / "unpack.sh"
 SITES = ". .gpu_parts/unpack.sh engines || exit 1; export VLLM_USE_FLASHINFER_SAMPLER=0"
-"""Makes vLLM importable on the machine. The script is made beside vLLM's parts, outside of this repository."""
+"""Shell commands that make vLLM importable on the machine. Their script is made together with vLLM's parts, outside of this
+repository."""
 FIRST_ITEMS, MODEL_ITEMS = "overhead syncs", "real_8b real"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A path that a call can carry."""
+    """A file or folder that a call can carry."""
 
     path: str
     num_bytes: int
     is_model: bool
-    """Whether the part is a piece of the model. Other parts are vLLM's, and the scripts beside them."""
+    """Whether the part is a piece of the model. The other parts are vLLM's files and the scripts that unpack them."""
 
     @property
     def is_script(self) -> bool:
-        """Returns whether every call with an engine needs the part again."""
+        """Returns whether the part is a script. Every call that starts an engine needs the scripts again."""
         return not self.is_model and self.num_bytes < MIB
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call with its parts, its time limit, and its command."""
+    """A call with the parts that it carries, its time limit, and the command that it runs."""
 
     about: str
     parts: tuple[Part, ...]
@@ -50,11 +55,11 @@ class Call:
     command: str
 
     def num_bytes(self, tree: int) -> int:
-        """Returns the bytes that travel, with a working tree of `tree` bytes."""
+        """Returns how many bytes the call carries if the working tree has `tree` bytes."""
         return tree + sum(part.num_bytes for part in self.parts) + MARGIN
 
     def problem(self, tree: int) -> str:
-        """Returns why the call is refused, or an empty string if it fits."""
+        """Returns why the call would be refused if the working tree has `tree` bytes, or an empty string if it would not."""
         over = self.num_bytes(tree) - MOST_BYTES
         if over > 0:
             return f"{over / MIB:.1f} MiB too much"
@@ -85,7 +90,7 @@ def calls_of(tree: int, parts: Sequence[Part]) -> list[Call]:
 
 
 def _grouped(tree: int, pieces: Sequence[Part]) -> list[list[Part]]:
-    """Returns pieces in as few groups as their order allows."""
+    """Returns pieces of the model in groups that fit a call each. The pieces stay in their order."""
     groups: list[list[Part]] = []
     for piece in pieces:
         if groups and Call("", (*groups[-1], piece), 0, "").problem(tree) == "":
@@ -96,7 +101,7 @@ def _grouped(tree: int, pieces: Sequence[Part]) -> list[list[Part]]:
 
 
 def described(tree: int, parts: Sequence[Part]) -> str:
-    """Returns lines for the terminal, which list the parts, and each call with its size and whether it fits."""
+    """Returns text for the terminal, which lists the parts, and the calls with their sizes and whether they fit."""
     lines = [f"{tree / MIB:6.1f} MiB  the working tree, with every call"]
     lines += [f"{part.num_bytes / MIB:6.1f} MiB  {part.path}" for part in parts]
     if not any(part.is_model for part in parts):

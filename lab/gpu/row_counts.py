@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item of the GPU check that times steps by their rows, with and without CUDA graphs, and measures what larger graphs cost.
+"""Item of the GPU check that times engine steps by their number of rows, with and without CUDA graphs.
 
-Texts that were made ahead fill 32 requests x 32 rows. vLLM captures graphs of up to 512 rows by default, and a larger step is
-launched kernel by kernel. One engine with larger graphs serves all ways, because a step can be kept out of its graph:
+With texts made ahead, 32 requests can fill an engine step of 32 x 32 rows. vLLM captures graphs of up to 512 rows by default.
+In a larger step, the host launches each kernel. The item measures what larger graphs cost and gain. One engine with larger
+graphs serves all ways, because an engine step can be kept out of its graph:
 
-- vLLM's graphs: up to 512 rows a graph, beyond them none
-- larger graphs: what the package captures where a block can fill them
-- piecewise graphs: a step runs as if it read prompts, so only what lies between two layers' attention is in graphs
-- no graph: every kernel is launched
+- vLLM's graphs: Steps of up to 512 rows are in a graph, and larger ones are not.
+- larger graphs: Steps are in the graphs that the package captures where a block can fill them.
+- piecewise graphs: A step runs as if it read prompts, so only what lies between the attention of two layers is in graphs.
+- no graph: The host launches every kernel.
 
-All drafts are right (`forced_acceptance`), so the tokens of a step are its rows.
+All drafts are right (`forced_acceptance`), so an engine step makes as many tokens as it has rows.
 """
 
 import time
@@ -40,15 +41,16 @@ STEPS, CAPTURE, AUTO_TABLE = "", "capture", "the automatic budget"
 
 @dataclass(frozen=True)
 class Extent:
-    """The cells that the item measures."""
+    """What the item measures."""
 
     rows: tuple[int, ...] = (256, 512, 768, 1024, 1536, 1760)
-    """Rows of a step. vLLM samples at most 1,766 rows of this vocabulary at once, so 2,048 cannot be verified."""
+    """Numbers of rows of an engine step. vLLM samples at most 1,766 rows of this vocabulary at once, so 2,048 cannot be
+    verified."""
     num_requests: int = 32
     most_drafts: int = 63
     length: int = 640
     edge: int = 512
-    """Rows of the largest graph that vLLM captures by default."""
+    """Number of rows of the largest graph that vLLM captures by default."""
     profiled: int = 1024
     rates: tuple[float, ...] = (1.0, 0.95)
 
@@ -57,7 +59,7 @@ TINY = Extent((8, 16, 24), 4, 7, 24, 16, 24, (1.0,))
 
 
 class _ExactRows(FixedPolicy):
-    """Verifies as many drafts as fill a step of a given number of rows."""
+    """A speculation policy that verifies as many drafts as fill an engine step of `num_rows` rows."""
 
     def __init__(self, num_rows: int, num_positions: int) -> None:
         super().__init__(num_positions, num_positions)
@@ -68,7 +70,10 @@ class _ExactRows(FixedPolicy):
 
 
 def rows(findings: Findings) -> None:
-    """Measures steps of Qwen3-8B's shape by rows and way, then the automatic budget with vLLM's graphs and larger ones."""
+    """Measures engine steps with the shape of Qwen3-8B in each way, by their number of rows.
+
+    Then measures the automatic budget with vLLM's graphs and with larger ones.
+    """
     extent = findings.size(Extent(), TINY)
     options: dict[str, Any] = {
         "max_num_seqs": extent.num_requests,
@@ -76,7 +81,7 @@ def rows(findings: Findings) -> None:
         "kv_cache_memory_bytes": findings.size(8 * GIB, GIB // 4),
     }
     if torch.cuda.is_available():
-        options["compilation_config"] = {}  # as vLLM compiles by default
+        options["compilation_config"] = {}  # vLLM's default compilation
     captured = _Captured()
     with model_folder(findings.size("Qwen3-8B", "tiny")) as folder:
         started = time.perf_counter()
@@ -100,7 +105,7 @@ def rows(findings: Findings) -> None:
 
 
 def _use(forced: ForcedEngine, way: str, extent: Extent) -> None:
-    """Runs steps in this way from now on, and lets the step model start over with the graphs of the way."""
+    """Makes engine steps run in this way from now on. The step model starts over with the sizes of the way's graphs."""
     forced.oracle.force(1.0)
     forced.engine.run_in_worker(partial(_use_in_worker, way=way, extent=extent))
 
@@ -123,7 +128,7 @@ def _use_in_worker(worker: Any, way: str, extent: Extent) -> None:
 def dispatch_by(
     native: Any, graphs: Any, way: str, edge: int, num_reqs: int, num_tokens: int, *args: Any, **options: Any
 ) -> Any:
-    """Calls the graph manager's `dispatch`, but keeps a step out of the graphs that a way lacks."""
+    """Does the work of the graph manager's method `dispatch`, but keeps an engine step out of graphs that the way lacks."""
     if way == NONE or (way == DEFAULT and num_tokens > edge):
         return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
     found = native(graphs, num_reqs, num_tokens, *args, **options)
@@ -133,7 +138,7 @@ def dispatch_by(
 
 
 def _cell(findings: Findings, forced: ForcedEngine, way: str, num_rows: int, requests: Any, extent: Extent) -> None:
-    """Notes milliseconds of steps with exactly `num_rows` rows, and the step model's prediction before it saw one."""
+    """Notes the milliseconds of engine steps with `num_rows` rows, and what the step model predicted before it saw one."""
     forced.use_policy(_ExactRows(num_rows, extent.most_drafts))
     costs = forced.engine.run_in_worker(lambda worker: worker.specrollout_accounts.step_model.costs())
     drafts = np.array([num_rows - extent.num_requests])
@@ -157,7 +162,7 @@ def _cell(findings: Findings, forced: ForcedEngine, way: str, num_rows: int, req
 
 
 def _automatic(findings: Findings, forced: ForcedEngine, way: str, requests: Any, extent: Extent) -> None:
-    """Notes the speed of the automatic budget with drafts that are right with given probabilities."""
+    """Notes the speed of the automatic budget for each probability that a draft token is right."""
     for rate in extent.rates:
         forced.oracle.force(rate)
         forced.use_budget(AUTO)
@@ -169,13 +174,16 @@ def _automatic(findings: Findings, forced: ForcedEngine, way: str, requests: Any
 
 
 class _Captured:
-    """Watches vLLM's graph manager capture. Owns seconds and bytes of each graph, by kind and rows."""
+    """Watches vLLM's graph manager capture graphs. Owns the seconds and bytes of each graph, by kind and number of rows."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], tuple[float, int]] = {}
 
     def watch(self, graphs: Iterable[Any], **_: Any) -> Iterator[Any]:
-        """Yields vLLM's graphs one by one, in place of its progress bar. A graph that is captured again counts once."""
+        """Yields vLLM's graphs one by one, in place of vLLM's progress bar, and measures the capture of each.
+
+        A graph that is captured again counts once.
+        """
         for graph in graphs:
             started, free = time.perf_counter(), torch.accelerator.get_memory_info()[0]
             yield graph
@@ -184,7 +192,10 @@ class _Captured:
             self._found[graph.cg_mode.name, graph.num_tokens] = (time.perf_counter() - started, taken)
 
     def note(self, findings: Findings, edge: int, start_s: float) -> None:
-        """Notes sums over graphs within vLLM's default sizes, and over the larger ones, which are captured first."""
+        """Notes seconds and memory of all graphs up to `edge` rows, and of all larger ones.
+
+        `start_s` is the seconds in which the engine started, which are noted too.
+        """
         findings.note("start of the engine", {"s": start_s}, CAPTURE)
         for kind in sorted({kind for kind, _ in self._found}):
             for is_larger in (False, True):

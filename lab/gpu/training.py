@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item `training` of the GPU check: GRPO by the local runner, with the engine and the trainer on one GPU.
+"""Item `training` of the GPU check, which runs GRPO by the local runner with the engine and the trainer on one GPU.
 
-Arms run in processes of their own. `plain` has the block with `drafters: []`, `ours` has its drafters, and `ahead` also has
-`run_ahead`, with the engine and the trainer in separate processes. In float32 every row and every loss of `ours` and `ahead`
-must equal those of `plain`. In bfloat16 their seconds are compared, step by step.
+Each arm is a run in a process of its own. `plain` has the block with `drafters: []`, `ours` has its drafters, and `ahead` also
+has `run_ahead`, with the engine and the trainer in separate processes. In float32 every row and every loss of `ours` and
+`ahead` must equal those of `plain`. In bfloat16 the seconds of the arms are compared step by step.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ from nemo_specrollout.reports.records import METRICS, read_lines
 
 KINDS = ("plain", "ours", "ahead")
 ARM_SECONDS = 60.0
-"""Expected seconds of an arm on an H100. An estimate."""
+"""Expected seconds of an arm on an H100, which are an estimate."""
 PHASES = {
     "step": "step_s",
     "rollout": "generation_s",
@@ -37,28 +37,29 @@ PHASES = {
     "training": "train_s",
     "refit": "refit_s",
 }
-"""Phases of a step by the names of their seconds in a run's metrics."""
+"""Phases of a training step, with the names of the metrics that have their seconds."""
 WARM_UP_STEPS = 2
-"""First steps that the medians leave out: kernels are compiled in them, and no text was made ahead for the first."""
+"""Number of first training steps that the medians leave out. Kernels are compiled in them, and the first one has no texts made
+ahead."""
 _REFUSED_HANDLES = ("cudaIpc", "invalid resource handle", "peer access", "pidfd", "died")
-"""Words in an arm's log if a machine does not let processes share memory of its GPU."""
+"""Words in an arm's log that say that the machine does not let processes share GPU memory."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A run that has ended, either regularly or by a failure."""
+    """A run of one arm that has ended, either regularly or by a failure."""
 
     kind: str
     metrics: Sequence[Mapping[str, Any]]
-    """Lines of `metrics.jsonl`, one for each finished step."""
+    """Lines of `metrics.jsonl`. Each finished step has one."""
     rows: Mapping[int, Sequence[Sequence[int]]]
-    """Tokens of the rows by step."""
+    """Tokens of each row (sample) of a training step, by step."""
     memory: Mapping[str, float]
-    """GiB after the last step. Empty without a GPU."""
+    """GiB of GPU memory after the last step, or empty without a GPU."""
 
 
 def training(findings: Findings) -> None:
-    """Compares rows in float32 over a few steps, then seconds in bfloat16 over ten."""
+    """Compares the rows of the arms in float32 over a few steps, and then their seconds in bfloat16 over ten steps."""
     if importlib.util.find_spec("megatron") is None:
         findings.check(False, "megatron-core is not installed: no arm can train")
         return
@@ -72,7 +73,10 @@ def training(findings: Findings) -> None:
 
 
 def _arms(findings: Findings, work: Path, precision: str, num_steps: int) -> dict[str, Arm]:
-    """Runs the arms one after another. Returns those with at least one step. A failed arm does not affect the others."""
+    """Runs the arms one after another. Returns those that have finished at least one step.
+
+    A failed arm does not affect the others.
+    """
     arms = {}
     for kind in KINDS:
         if findings.seconds_left < 0.6 * ARM_SECONDS:
@@ -85,7 +89,10 @@ def _arms(findings: Findings, work: Path, precision: str, num_steps: int) -> dic
 
 
 def _run(findings: Findings, work: Path, kind: str, precision: str, num_steps: int) -> Arm | None:
-    """Runs an arm. Repeats it through the host's memory if the machine refuses handles to the GPU's memory."""
+    """Runs an arm. Returns what it has written, or None if it has finished no step.
+
+    If the machine refuses handles to the GPU's memory, the arm runs again and moves weights through the host's memory.
+    """
     for by_handle in (True, False):
         name = f"{kind}, {precision}" + ("" if by_handle else ", weights through the host")
         run = work / name.replace(", ", "_").replace(" ", "_")
@@ -108,7 +115,10 @@ def _run(findings: Findings, work: Path, kind: str, precision: str, num_steps: i
 
 
 def _start(tree: Mapping[str, Any], run: Path, seconds: float) -> tuple[int | None, list[str]]:
-    """Runs an arm's process. Returns its exit status (None if it took too long) and the lines that it printed."""
+    """Starts an arm's process and waits for its end. Returns its exit status and the lines that it printed.
+
+    The status is None if the process was killed after `seconds`.
+    """
     config, log = run.with_suffix(".json"), run.with_suffix(".log")
     config.write_text(json.dumps(tree), encoding="utf-8")
     command = [sys.executable, "-m", "lab.gpu.training_arm", str(config)]
@@ -126,7 +136,7 @@ def _start(tree: Mapping[str, Any], run: Path, seconds: float) -> tuple[int | No
 
 
 def _arm(kind: str, run: Path) -> Arm:
-    """Reads what an arm has written."""
+    """Returns an arm with what its run has written."""
     metrics, rows, memory = (
         list(read_lines(file)) if (file := run / name).is_file() else [] for name in (METRICS, ROWS, MEMORY)
     )
@@ -138,7 +148,10 @@ def _arm(kind: str, run: Path) -> Arm:
 
 
 def _policy(findings: Findings) -> dict[str, Any]:
-    """Returns SmolLM2 with its head and tasks if the model and the tasks are here, else the shipped adder with its own."""
+    """Returns the policy to train, with its head, its tasks, and facts about it.
+
+    It is SmolLM2 if the model and the tasks are on this machine, else the shipped adder.
+    """
     if (
         not findings.is_rehearsal
         and (smollm2() / "config.json").is_file()
@@ -160,7 +173,10 @@ def _policy(findings: Findings) -> dict[str, Any]:
 def config_of(
     findings: Findings, kind: str, precision: str, num_steps: int, run: Path, by_handle: bool = True
 ) -> dict[str, Any]:
-    """Returns the local runner's config of an arm. Arms differ in their block only."""
+    """Returns the local runner's config of an arm.
+
+    Arms differ in their block. The engine of the arm `ahead` also runs in a process of its own.
+    """
     policy = _policy(findings)
     context = policy["facts"]["context"]
     prompts, samples = findings.size((8, 8), (2, 2))
@@ -217,7 +233,7 @@ def _compare_rows(findings: Findings, arms: Mapping[str, Arm]) -> None:
 
 
 def compared_rows(plain: Arm, arm: Arm) -> dict[str, Any]:
-    """Returns how many rows and losses of an arm equal the plain arm's, over the steps that both have."""
+    """Returns how many rows and losses of an arm equal those of the plain arm, over the steps that both have finished."""
     steps = range(min(len(plain.metrics), len(arm.metrics)))
     pairs = [pair for step in steps for pair in zip(plain.rows[step], arm.rows[step], strict=True)]
     losses = [(plain.metrics[step]["loss"], arm.metrics[step]["loss"]) for step in steps]
@@ -240,16 +256,16 @@ def _compare_seconds(findings: Findings, arms: Mapping[str, Arm]) -> None:
 
 
 def seconds_of(arm: Arm) -> dict[str, float]:
-    """Returns the median seconds of each phase, and the tokens per second of the rollouts."""
+    """Returns an arm's median seconds of each phase of a training step, and its median tokens per second in rollouts."""
     steps = arm.metrics[WARM_UP_STEPS:] or arm.metrics
     medians = {phase: statistics.median(step[name] for step in steps) for phase, name in PHASES.items()}
     return {**medians, "tokens a second": statistics.median(map(_tokens_a_second, steps))}
 
 
 def ratios(plain: Arm, arm: Arm) -> dict[str, float]:
-    """Returns medians over the steps of plain's seconds divided by the arm's.
+    """Returns the plain arm's seconds divided by another arm's, as medians over steps, for phases of a training step.
 
-    Rows may part in bfloat16, and then a step of one arm has more tokens. So the rollouts are also compared by tokens per
+    In bfloat16 rows may part, and then a step of one arm has more tokens. So the rollouts are also compared by tokens per
     second.
     """
     pairs = list(zip(plain.metrics, arm.metrics, strict=False))

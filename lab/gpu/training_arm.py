@@ -3,8 +3,8 @@
 
     python -m lab.gpu.training_arm CONFIG.json
 
-Beside the run directory's own files, `rows.jsonl` gets the tokens of every row of a step, and `memory.jsonl` the GPU's
-memory after it.
+The run directory also gets `rows.jsonl` with the tokens of every row of a step, and `memory.jsonl` with the GPU memory in use
+after each step.
 """
 
 import json
@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 class RecordingRunner(GrpoRunner):
-    """A runner that writes down the tokens of each row."""
+    """A runner of GRPO that also records the tokens of each row, and the GPU memory after each step, in files."""
 
     def roll_out(self, step: int) -> StepRollout:
         rollout = super().roll_out(step)
@@ -56,7 +56,7 @@ def _append(file: Path, line: dict[str, Any]) -> None:
 
 
 def main(config_file: Path) -> None:
-    """Runs the config of a new run to its end."""
+    """Runs a new run to its end, as the config file says."""
     tree = json.loads(config_file.read_text(encoding="utf-8"))
     config, _ = read_run_config(tree)
     directory = RunDirectory(Path(config.logger.log_dir), tree, config.grpo.max_num_steps)

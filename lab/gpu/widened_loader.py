@@ -11,23 +11,26 @@ from lab.policies.widened import Shape, read_policy, widened, write_description
 
 LOAD_FORMAT = "widened"
 MARKER = "widened.json"
-"""File of a folder whose weights are made from another folder's."""
+"""Name of the file which says that a folder's weights are made from those of another folder."""
 
 
 def widened_folder(source: Path, target: Shape, out: Path) -> Path:
-    """Writes a folder that vLLM loads with `load_format=LOAD_FORMAT`. Returns it."""
+    """Writes the folder `out`, from which vLLM loads the widened policy with `load_format=LOAD_FORMAT`.
+
+    Returns this folder.
+    """
     write_description(source, target, out, MARKER)
     return out
 
 
 def register() -> None:
-    """Makes the load format known to the vLLM of this process."""
+    """Registers the load format `LOAD_FORMAT` with the vLLM of this process."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class WidenedLoader(BaseModelLoader):
-        """Loads folders with a marker itself, and others, such as a head's, as vLLM does by default."""
+        """Makes the weights of folders with a marker file, and loads others, such as a head's, as vLLM does by default."""
 
         def download_model(self, model_config: Any) -> None:
             pass

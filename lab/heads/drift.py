@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares ways to refresh a head on a drifting policy, by replaying a recorded run once for each of them.
 
-Tokens do not depend on the head, so the policy does not either. One run with `logger.record_for_replay: true` records
-everything that a head could have learned from. Then each way to refresh can be replayed on exactly the same policies.
-
     python -m lab.heads.drift RUN --head FOLDER --out DIR
+
+Sampled tokens do not depend on the head, so the course of training does not depend on it either. A run with
+`logger.record_for_replay: true` records everything that a head could have learned from. Therefore each way to refresh a head
+can be replayed later on exactly the same policies.
 """
 
 import argparse
@@ -44,9 +45,9 @@ from nemo_specrollout.storage.files import write_atomically
 TRAINING_TOKENS = 30_000
 """Largest number of tokens that a refresh trains on."""
 HELD_OUT_TOKENS = 5_000
-"""Largest number of tokens by which a refresh is judged."""
+"""Largest number of tokens on which a refresh judges its candidate."""
 LONGER_THAN_ANY_RUN = 1_000_000
-"""Number of steps that no run reaches."""
+"""A number of training steps that no run reaches."""
 TRIGGERS: dict[str, DraftRefreshConfig] = {
     "frozen": DraftRefreshConfig("interval", interval=LONGER_THAN_ANY_RUN),
     "every step": DraftRefreshConfig("interval", interval=1, max_time_share=1.0),
@@ -57,7 +58,7 @@ TRIGGERS: dict[str, DraftRefreshConfig] = {
 
 @dataclass(frozen=True)
 class Recording:
-    """The config, metrics and features of a recorded run, and the LM heads of its policies."""
+    """A recorded run, with its config, its metrics, and the folder with features and LM heads of its policy versions."""
 
     config: RunConfig
     steps: list[dict[str, Any]]
@@ -65,36 +66,40 @@ class Recording:
 
     @classmethod
     def read(cls, run: Path) -> "Recording":
-        """Reads a run directory. Raises FileNotFoundError or ValueError if the folder is not a recorded run."""
+        """Returns the recording in a run directory.
+
+        Raises FileNotFoundError or ValueError if the folder has no recorded run.
+        """
         config, _ = read_run_config(yaml.safe_load((run / "config.yaml").read_text()))
         return cls(config, read_lines(run / "metrics.jsonl"), run / "heads")
 
     def sequences(self, version: int, held_out: bool) -> list[SequenceFeatures]:
-        """Returns the features of the policy of a version."""
+        """Returns the recorded features of one policy version, either the held-out ones or those for training."""
         found = FeatureReader(self.folder / "features").sequences(held_out)
         return [features for features in found if features.policy_version == version]
 
     def newest(self, version: int, held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
-        """Returns features of the policies up to a version, the newest first, until they have `max_tokens` tokens."""
+        """Returns features of the policy versions up to `version`, the newest first, until they have `max_tokens` tokens."""
         found = FeatureReader(self.folder / "features").sequences(held_out)
         return first_tokens((features for features in found if features.policy_version <= version), max_tokens)
 
     def data(self, version: int) -> RefreshData:
-        """Returns the newest features after step `version`, for training and for judging."""
+        """Returns the newest features that exist after training step `version`, for training a head and for judging it."""
         training = self.newest(version, False, TRAINING_TOKENS)
         return RefreshData(training, self.newest(version, True, HELD_OUT_TOKENS))
 
     def teacher(self, version: int) -> dict[str, torch.Tensor]:
-        """Returns the LM head and embedding of the policy of a version."""
+        """Returns the LM head and the embedding of one policy version, by name."""
         return load_file(HeadFolder(self.folder).teacher(version))
 
 
 def replay(
     recording: Recording, head: Path, config: DraftRefreshConfig, *, num_steps: int, num_drafts: int
 ) -> list[dict[str, Any]]:
-    """Returns a record for each RL step, with the held-out acceptance of the head in service and the trigger's decision.
+    """Replays a recorded run with one way to refresh the head. Returns a record for each training step of the run.
 
-    `num_steps` is the number of optimizer steps of each refresh, and `head` the folder of the first head.
+    A record has the held-out acceptance length of the head in service, and the decision whether to refresh it. `num_steps` is
+    the number of optimizer steps of each refresh, and `head` the folder of the first head.
     """
     recorded = recording.config.policy
     unused = HeadFolder(recording.folder / "replay")
@@ -124,14 +129,14 @@ def replay(
 
 
 def _facts(step: Record, length: float, num_steps: int) -> StepFacts:
-    """Returns what the run would have measured with a head whose acceptance length is `length` tokens per step."""
+    """Returns what the run would have measured in a training step with a head whose acceptance length is `length`."""
     costs = DecodeCosts.measured(step["rollout_s"], step["plain_estimate_s"], step["num_tokens"], step["request_steps"])
     seconds = sum(step[k] for k in ("rollout_s", "logprob_s", "train_s", "refit_s"))
     return StepFacts(length, step["num_tokens"], seconds, num_steps - step["step"] - 1, costs)
 
 
 def summary(lines: Sequence[Record]) -> dict[str, Any]:
-    """Returns mean acceptance length, refreshes, and seconds of training."""
+    """Returns figures of a replay, which are mean acceptance lengths, refreshes, published heads, and seconds of training."""
     lengths = [line["acceptance_length"] for line in lines if np.isfinite(line["acceptance_length"])]
     return {
         "acceptance_length": float(np.mean(lengths)),
@@ -143,7 +148,7 @@ def summary(lines: Sequence[Record]) -> dict[str, Any]:
 
 
 def draw(curves: Mapping[str, Sequence[Record]], path: Path) -> None:
-    """Draws acceptance length and training time over the run for each trigger. Dots mark published heads."""
+    """Draws acceptance length and seconds of training over the run, for each way to refresh. Dots mark published heads."""
     with matplotlib.rc_context(STYLE):
         figure = Figure((9.0, 3.0), layout="constrained")
         FigureCanvasAgg(figure)
@@ -165,13 +170,13 @@ def draw(curves: Mapping[str, Sequence[Record]], path: Path) -> None:
 
 
 def _smooth(values: list[float], width: int = 5) -> list[float]:
-    """Returns the running mean over up to `width` values."""
+    """Returns the running mean of the values over up to `width` values."""
     half = width // 2
     return [float(np.nanmean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
 
 
 def main() -> None:
-    """Replays a recorded run for each of `TRIGGERS`. Writes `drift.json` and `drift.png`, and prints a table."""
+    """Replays a recorded run for each way in `TRIGGERS`. Writes `drift.json` and `drift.png`, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory, recorded with logger.record_for_replay: true")
     parser.add_argument("--head", type=Path, required=True, help="head in service at the start")

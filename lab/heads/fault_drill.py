@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drills with faulty refreshes, which the publish gate must refuse, and broken heads, which the canary must notice.
+"""Tests the publish gate and the canary with deliberate faults.
 
-python -m lab.heads.fault_drill RUN --head FOLDER --out DIR [--refreshes 100] [--healthy 200]
+The gate must refuse faulty refreshes, and the canary must notice broken heads.
+
+    python -m lab.heads.fault_drill RUN --head FOLDER --out DIR [--refreshes 100] [--healthy 200]
 """
 
 import argparse
@@ -34,17 +36,17 @@ from nemo_specrollout.heads.training.trainer import Budget, TrainingSettings
 from nemo_specrollout.storage.files import write_atomically
 
 NUM_DRAFTS = 3
-"""Draft positions."""
+"""Number of draft tokens of a request in an engine step."""
 TRAINING_TOKENS = 10_000
 """Largest number of tokens that a refresh trains on."""
 HELD_OUT_TOKENS = 6_000
-"""Tokens that the gate judges by."""
+"""Number of tokens on which the publish gate judges a candidate."""
 TRUTH_TOKENS = 20_000
-"""Tokens that measure whether a candidate is worse."""
+"""Number of tokens on which the drill measures whether a candidate is worse than the head in service."""
 LAST_VERSION = 5
-"""Last policy version whose features are used."""
+"""The last policy version whose features are used."""
 WORSE_BY = 0.01
-"""Accepted tokens per step by which a candidate counts as worse."""
+"""A candidate counts as worse if its acceptance length is at least this much shorter."""
 DataFault = Callable[[SequenceFeatures], SequenceFeatures]
 HeadFault = Callable[[DraftHead], None]
 
@@ -106,13 +108,13 @@ class Material:
 
     training: list[SequenceFeatures]
     held_out: list[SequenceFeatures]
-    """Features that the gate judges by."""
+    """Features on which the publish gate judges a candidate."""
     truth: list[SequenceFeatures]
-    """A larger set that measures a candidate's true acceptance."""
+    """A larger set of features, on which a candidate's true acceptance is measured."""
 
 
 def material_of(recording: Recording) -> Material:
-    """Returns features of the first policies, for which the head in service was trained."""
+    """Returns features of the first policy versions, for which the head in service was trained."""
     held = recording.newest(LAST_VERSION, True, HELD_OUT_TOKENS + TRUTH_TOKENS)
     tokens, split = 0, 0
     while tokens < HELD_OUT_TOKENS:
@@ -124,7 +126,7 @@ def material_of(recording: Recording) -> Material:
 def drill_refresh(
     head: DraftHead, fault: str, material: Material, seed: int, out: Path, policy: Path
 ) -> dict[str, Any]:
-    """Runs a refresh with a fault. Returns the gate's decision and the candidate's true gain in acceptance length."""
+    """Runs a refresh with a fault. Returns the publish gate's decision and the candidate's true gain in acceptance length."""
     damage = DATA_FAULTS.get(fault, lambda f: f)
     settings = TrainingSettings(
         learning_rate=30.0 if fault == DIVERGED else 1e-3,
@@ -166,7 +168,7 @@ def drill_refresh(
 def drill_canary(
     config: RunConfig, head_folder: Path, expected_length: float, healthy_steps: int, out: Path, console: Console
 ) -> dict[str, Any]:
-    """Runs healthy steps, each with new weights, then a step with each broken head.
+    """Runs rollouts with the intact head, each after a reload of the policy's weights, and then one with each broken head.
 
     A broken head is published with the `expected_length` of the intact one. Returns the alarms that the canary raised.
     """
@@ -219,7 +221,7 @@ def _policy_tensors(model: Path) -> Any:
 
 
 def main() -> None:
-    """Runs both drills, writes `fault_drill.json` and prints the results."""
+    """Runs both drills, prints their results, and writes them to `fault_drill.json` in the folder `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory, recorded with logger.record_for_replay: true")
     parser.add_argument("--head", type=Path, required=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that choose the devices for verifying and for drafting, from measured costs."""
+"""The placement planner, which chooses the devices for verifying and for drafting by measured costs."""

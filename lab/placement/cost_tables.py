@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost tables with measured seconds of verifying and drafting on a kind of device, by engine size and rows or requests.
+"""Tables of measured seconds of verifying and drafting on a kind of device, by size of the engine and amount of work.
 
-`specrollout-lab profile` writes such a file and `specrollout-lab explain` reads it. For other devices it can be written by
-hand. A size is a number of threads or GPUs.
+`specrollout-lab profile` writes such tables to a file, and `specrollout-lab explain` reads it. For other devices the file can
+be written by hand. A size is a number of threads or GPUs. The amount of work is a number of rows or requests.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of one step of an engine of one size, by the amount of work."""
+    """Seconds of an engine step by the amount of work, for engines of one size."""
 
     size: int = bounded(low=1)
-    """Threads or GPUs of the engine."""
+    """Number of threads or GPUs of the engine."""
     counts: tuple[int, ...] = bounded(low=1)
-    """Measured amounts of work, ascending: rows of a verifier's step, or requests of a drafter's step."""
+    """Measured amounts of work in ascending order. They are rows of a verifier's engine step, or requests of a drafter's."""
     seconds: tuple[float, ...] = bounded(above=0.0)
-    """Seconds of one step, for each of `counts`."""
+    """Seconds of an engine step, for each of `counts`."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if the lists differ in length, are empty or not ascending."""
+        """Raises ConfigError if the two lists differ in length or are empty, or if `counts` is not ascending."""
         check_columns(path, counts=self.counts, seconds=self.seconds)
 
     def at(self, count: float) -> float:
-        """Returns the seconds of a step of `count`, interpolated linearly. Never falls as `count` grows.
+        """Returns the seconds of an engine step with `count` rows or requests, which never fall as `count` grows.
 
-        Below the first measurement the curve is constant. Beyond the last one it has the slope of the upper half of the
-        measurements, because the last two alone are too noisy.
+        They are interpolated linearly between measurements. Below the first measurement the curve is constant. Beyond the last
+        one it has the slope of the upper half of the measurements, because the last two alone are too noisy.
         """
         known = self._pooled
         if count <= self.counts[-1]:
@@ -65,18 +65,21 @@ class CostTables(MeasuredFile):
     draft_model: str
     """Folder or name of the draft model."""
     verify_s: tuple[CostCurve, ...]
-    """Seconds of a step of the policy's engine by rows (requests and their draft tokens). One curve for each size."""
+    """Seconds of an engine step of the policy's engine by rows (requests and their draft tokens), with one curve for each
+    size."""
     unit: str = choice("thread", "GPU")
     """Unit of sizes."""
     draft_s: tuple[CostCurve, ...] = ()
-    """Seconds in which a separate drafter makes one token for each request, by requests. One curve for each size."""
+    """Seconds in which a separate drafter drafts one token for each request, by number of requests, with one curve for each
+    size."""
     coupled_draft_s: tuple[CostCurve, ...] = ()
-    """Seconds of one draft token for each request in the policy's own engine, by requests. One curve for each size."""
+    """Seconds in which the policy's own engine drafts one token for each request, by number of requests, with one curve for
+    each size."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
     """Version of the file format."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if a size has two curves or there is no verifier."""
+        """Raises ConfigError if a size has two curves in a table, or if `verify_s` is empty."""
         for name in ("verify_s", "draft_s", "coupled_draft_s"):
             sizes = sorted(curve.size for curve in getattr(self, name))
             if len(set(sizes)) < len(sizes):

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of draft pipelines, which give the tokens of a verifier step with coupled drafting or with a streaming drafter.
+"""Models that predict the tokens of a verifier's engine step, with coupled drafting or with a streaming drafter.
 
-Symbols: p is P(a draft token is right), equal and independent for all tokens. k is the maximum number of draft tokens
-submitted for a request in a step. w is the window, the maximum number of draft tokens ahead of the committed text. m is
-the number of draft tokens made for a request during one verifier step.
+A coupled drafter drafts in the verifier's own engine step. A streaming drafter drafts in an engine of its own at the same
+time.
 
-In the streamed pipeline, a step submits up to k tokens of a request's draft buffer while the drafter extends the
-buffer. A wrong draft empties the buffer, and the next step is plain for that request. If all drafts were right, or none
-was submitted, the step samples one more position. The rest of the buffer survives if the drafter has made the same token
-there, which also has probability p. The drafter learns the outcome of a step at its end, at no cost.
+Symbols: p is the probability that a draft token is right, which is equal and independent for all tokens. k is the largest
+number of draft tokens that a verifier's step verifies for a request. w is the window, which is the largest number of draft
+tokens ahead of the committed text. m is the number of draft tokens that are made for a request during one verifier's step.
+
+In the streamed pipeline, a step submits up to k tokens from the front of a request's draft buffer, while the drafter extends
+the buffer at its end. A wrong draft empties the buffer, and the next step is plain for that request. If all submitted drafts
+were right, or none was submitted, the step samples one more token. The rest of the buffer stays valid if the drafter has
+drafted the same token at that position, which also has probability p. The drafter learns the outcome of a step when the step
+ends, at no cost.
 """
 
 from collections.abc import Callable
@@ -17,41 +21,41 @@ from dataclasses import dataclass
 import numpy as np
 
 _ALMOST_SURE = 1.0 - 1e-9
-"""Maximum p. At p = 1 the longest buffer would depend on the initial state."""
+"""Largest value of p. With p = 1 the mean length of the buffer would depend on its first length."""
 _MAX_ROUNDS = 500
-"""Maximum iterations towards the fixed point of drafts and step time."""
+"""Largest number of iterations in the search for the steady state of drafts and step time."""
 _CLOSE = 1e-7
-"""Change of the submitted drafts at which the iteration ends."""
+"""The search for the steady state ends when the number of submitted drafts changes by less than this."""
 
 
 @dataclass(frozen=True)
 class StreamedRates:
-    """Long-run rates of the streamed pipeline, for each request and verifier step."""
+    """Long-run means of the streamed pipeline, for one request and one engine step of the verifier."""
 
     num_tokens: float
-    """Emitted tokens."""
+    """Number of tokens that the request gains."""
     num_submitted: float
-    """Submitted draft tokens."""
+    """Number of draft tokens that are submitted for verification."""
     occupancy: float
-    """Share of steps that had a draft in time."""
+    """Share of the verifier's engine steps for which a draft was ready in time."""
 
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Steady state of a verifier and its drafter."""
+    """The steady state of a verifier and its drafter."""
 
     step_s: float
-    """Seconds of a verifier step."""
+    """Seconds of an engine step of the verifier."""
     rates: StreamedRates
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of each request."""
+        """Tokens per second of each request."""
         return self.rates.num_tokens / self.step_s
 
 
 def coupled_tokens(p: float, k: int) -> float:
-    """Returns a request's tokens in a step that verifies k drafts, with the verifier's own, which is the sum of p^0 to p^k.
+    """Returns the expected tokens that a request gains in an engine step with k drafts, which is the sum of p^0 to p^k.
 
     Source: Leviathan et al. 2023, equation 1.
     """
@@ -59,11 +63,11 @@ def coupled_tokens(p: float, k: int) -> float:
 
 
 def streamed_rates(p: float, k: int, window: int, drafts_per_step: float) -> StreamedRates:
-    """Returns the rates of the streamed pipeline if the drafter makes m = `drafts_per_step` tokens in a verifier step.
+    """Returns the rates of the streamed pipeline if the drafter makes m = `drafts_per_step` tokens in a verifier's step.
 
-    The result is exact for the Markov chain of the buffer's length at the start of a step. A fractional m means
-    floor(m) or one more token, drawn again in each step, because clocks jitter. Without jitter there are up to 4 % more
-    tokens (`test_placement.py`).
+    The length of the buffer at the start of each step is a Markov chain, and the result is exact for it. If m is not a whole
+    number, each step gets floor(m) tokens or one more at random, because clocks jitter. Without jitter there would be up to 4
+    % more tokens (`test_placement.py`).
     """
     p = min(p, _ALMOST_SURE)
     lengths_L = np.arange(window + 1)
@@ -76,11 +80,11 @@ def streamed_rates(p: float, k: int, window: int, drafts_per_step: float) -> Str
 def steady_state(
     p: float, k: int, window: int, draft_s: float, step_s: Callable[[float], float], num_requests: int
 ) -> SteadyState:
-    """Returns the steady state of a verifier of `num_requests` requests and its drafter.
+    """Returns the steady state of a verifier of `num_requests` requests and its streaming drafter.
 
-    The drafter makes one token for all requests in `draft_s` seconds. A verifier step takes `step_s(rows)` seconds.
-    Drafts make a step longer, and a longer step brings more drafts. Iterating from no drafts leads to the least fixed
-    point.
+    The drafter makes one token for all requests in `draft_s` seconds. An engine step of the verifier takes `step_s(rows)`
+    seconds. Drafts make a step longer, and a longer step leaves time for more drafts. The search begins without drafts and
+    repeats both effects until they agree.
     """
     rates = StreamedRates(1.0, 0.0, 0.0)
     seconds = step_s(num_requests)
@@ -94,7 +98,7 @@ def steady_state(
 
 
 def _transitions(p: float, submitted_L: np.ndarray, window: int, drafts_per_step: float) -> np.ndarray:
-    """Returns P(buffer length at the next step | at this step), float64 [L, L]."""
+    """Returns the probability of each length of the buffer at the next step, given its length at this step, float64 [L, L]."""
     whole = int(min(drafts_per_step, window))
     more = min(drafts_per_step, window) - whole
     chances_LL = np.zeros((window + 1, window + 1))
@@ -108,7 +112,7 @@ def _transitions(p: float, submitted_L: np.ndarray, window: int, drafts_per_step
 
 
 def _stationary(chances_LL: np.ndarray) -> np.ndarray:
-    """Returns the stationary distribution of the chain, float64 [L]."""
+    """Returns the stationary distribution of a Markov chain with transition probabilities `chances_LL`, float64 [L]."""
     equations_LL = chances_LL.T - np.eye(len(chances_LL))
     equations_LL[-1] = 1.0
     share_L = np.linalg.solve(equations_LL, np.eye(len(chances_LL))[-1])

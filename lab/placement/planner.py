@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement planner, which ranks all ways to place verifiers and drafters on the devices by predicted speed.
+"""The placement planner, which ranks all ways to place verifiers and drafters on devices by predicted speed.
 
 It follows Algorithm 1 of SpecActor (arXiv 2511.16193), but models our streamed pipeline instead of lock-step windows. It also
-considers engines without drafts and engines that draft themselves, and counts that drafts make the verifier's step longer.
+considers engines without drafts and engines that draft themselves. It takes into account that drafts make the verifier's
+engine step longer.
 """
 
 import itertools
@@ -19,44 +20,48 @@ from nemo_specrollout.config.strict import ConfigError
 PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
 VERIFIER, DRAFTER = "verifier", "drafter"
 LONGEST_WINDOW = 32
-"""Window in draft tokens beyond which nothing is gained (`test_placement.py`)."""
+"""Largest number of draft tokens that a drafter may be ahead in an option. A larger window gains nothing
+(`test_placement.py`)."""
 _DENSE = 8
-"""Draft lengths up to this one are all tried."""
+"""All draft lengths up to this one are tried."""
 _SPARSE = (10, 12, 16, 24, 32, 48, 64)
-"""Longer draft lengths that are tried."""
+"""Draft lengths beyond `_DENSE` that are tried."""
 _AS_GOOD = 0.995
-"""Share of the longest window's speed that the chosen window must reach. A smaller window wastes fewer drafts."""
+"""The planner chooses the smallest window with at least this share of the longest window's speed, because a smaller window
+wastes fewer drafts."""
 _HELD_UP = 1.1
-"""Speedup by an infinitely fast drafter from which the drafter is the bottleneck."""
+"""The drafter of a group is the bottleneck if an infinitely fast one would give more than this many times the tokens per
+second."""
 _NO_TIME = 1e-9
-"""Factor on drafting time of an infinitely fast drafter."""
+"""Factor on the time of drafting that makes a drafter infinitely fast."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A placement and its predicted speed. A group is one verifier, its drafter if any, and their requests."""
+    """A placement and its predicted speed. A group is one verifier, its drafter if it has one, and their requests."""
 
     mode: str
-    """`plain`, `coupled` (the verifier's engine drafts itself) or `decoupled`."""
+    """`plain`, `coupled` (the verifier's engine drafts itself) or `decoupled` (a separate drafter)."""
     verifier_size: int
-    """Threads or GPUs of a verifier."""
+    """Number of threads or GPUs of a verifier."""
     drafter_size: int
-    """Threads or GPUs of a separate drafter, or 0 without one."""
+    """Number of threads or GPUs of a separate drafter, or 0 without one."""
     num_groups: int
     """Number of groups that work at the same time."""
     batch: int
     """Number of requests of the largest group."""
     k: int
-    """Maximum draft tokens of a request in a step."""
+    """Largest number of draft tokens of a request in an engine step."""
     window: int
-    """Number of draft tokens that a drafter may be ahead, which is k if it is coupled."""
+    """Largest number of draft tokens that a drafter may be ahead. It is k if the mode is coupled."""
     state: SteadyState
-    """Steps of a group, including coupled drafting, and the rates of one request."""
+    """The steady state of a group. Its step time includes the time of coupled drafting, and its rates are those of one
+    request."""
     bottleneck: str
     """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would give a
-    tenth more tokens per second. In a coupled engine, it is the part that takes more of the step."""
+    tenth more tokens per second. In a coupled engine, the bottleneck is the part that takes more of the engine step."""
     tokens_per_s: float
-    """Tokens per second of all requests, at the speed of the largest group."""
+    """Tokens per second of all requests, if all groups are as fast as the largest one."""
     speedup: float = 1.0
     """Speed relative to the best plain option on the same devices."""
 
@@ -67,11 +72,14 @@ class Option:
 
     @property
     def num_rows(self) -> float:
-        """Mean rows of a verifier's step. Beyond the measured rows, step times are extrapolated."""
+        """Mean number of rows of a verifier's engine step.
+
+        If it is beyond the measured rows, the step's time is extrapolated.
+        """
         return self.batch * (1 + self.state.rates.num_submitted)
 
     def in_words(self, unit: str) -> str:
-        """Returns a description for the middle of a sentence. `unit` is the unit of sizes."""
+        """Returns a description of the option for the middle of a sentence. `unit` is "thread" or "GPU"."""
         groups = "" if self.num_groups == 1 else f"{self.num_groups} groups, each "
         verifier = counted(self.verifier_size, unit)
         if self.mode == PLAIN:
@@ -86,22 +94,23 @@ class Option:
 
 @dataclass(frozen=True)
 class Placement:
-    """All options, the best first."""
+    """The result of the planner, which is all options with the best one first."""
 
     options: tuple[Option, ...]
 
     @property
     def best(self) -> Option:
+        """Returns the fastest option."""
         return self.options[0]
 
     @property
     def plain(self) -> Option:
-        """The best option without drafts."""
+        """The fastest option without drafts."""
         return next(o for o in self.options if o.mode == PLAIN)
 
     @property
     def layouts(self) -> tuple[Option, ...]:
-        """The best option of each mode, verifier size and drafter size, the best first."""
+        """The fastest option for each mode, verifier size and drafter size, with the fastest of all first."""
         first: dict[tuple[str, int, int], Option] = {}
         for option in self.options:
             first.setdefault((option.mode, option.verifier_size, option.drafter_size), option)
@@ -109,7 +118,7 @@ class Placement:
 
 
 def counted(number: int, unit: str) -> str:
-    """Returns e.g. "2 threads"."""
+    """Returns a number with its unit, such as "2 threads"."""
     return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
@@ -123,8 +132,9 @@ def place(
 ) -> Placement:
     """Ranks all ways to roll out `num_requests` requests on `num_devices` devices.
 
-    `acceptance` is P(a draft token is right). `max_k` limits the draft length and `max_groups` the number of verifiers. Raises
-    ConfigError if the devices are too few for every measured verifier.
+    `acceptance` is the probability that a draft token is right if all before it are. `max_k` limits the number of draft
+    tokens, and `max_groups` the number of verifiers. Raises ConfigError if the devices are too few for every verifier that was
+    measured.
     """
     search = _Search(tables, num_requests, num_devices, acceptance, max_k, max_groups)
     options = [*search.coupled(), *search.decoupled()]
@@ -140,7 +150,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Search:
-    """All options for a number of requests and devices."""
+    """Makes all options for a number of requests and devices."""
 
     tables: CostTables
     num_requests: int
@@ -150,7 +160,7 @@ class _Search:
     max_groups: int | None
 
     def coupled(self) -> Iterator[Option]:
-        """Yields engines without drafts, and engines that draft themselves."""
+        """Yields the options with engines that do not draft, and with engines that draft themselves."""
         for verifier in self.tables.verify_s:
             if num_groups := self._num_groups(verifier.size):
                 yield self._one_engine(verifier, None, num_groups, 0)
@@ -158,6 +168,7 @@ class _Search:
                     yield from (self._one_engine(verifier, drafting, num_groups, k) for k in self._ks())
 
     def decoupled(self) -> Iterator[Option]:
+        """Yields the options in which each verifier has a separate drafter."""
         for verifier, drafter in itertools.product(self.tables.verify_s, self.tables.draft_s):
             if num_groups := self._num_groups(verifier.size + drafter.size):
                 for k in self._ks():
@@ -171,7 +182,7 @@ class _Search:
         return min(self.num_devices // size, self.num_requests, self.max_groups or self.num_requests)
 
     def _one_engine(self, verifier: CostCurve, drafting: CostCurve | None, num_groups: int, k: int) -> Option:
-        """Returns the option of an engine without drafts, or of one that drafts itself."""
+        """Returns the option of an engine that does not draft, or that drafts itself if `drafting` is given."""
         batch = math.ceil(self.num_requests / num_groups)
         verify_s = verifier.at(batch * (k + 1))
         draft_s = k * drafting.at(batch) if drafting is not None else 0.0
@@ -190,7 +201,7 @@ class _Search:
         )
 
     def _pair(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
-        """Returns the option of a verifier and a separate drafter, with the smallest window that is good enough."""
+        """Returns the option of a verifier with a separate drafter. Its window is as small as `_AS_GOOD` allows."""
         batch = math.ceil(self.num_requests / num_groups)
 
         def steady(window: int, drafter_factor: float = 1.0) -> SteadyState:
@@ -218,9 +229,10 @@ class _Search:
 
 
 def choose(block: SpecrolloutConfig, tables: CostTables, num_requests: int, threads: int, cores: int) -> Option:
-    """Returns the best option for a run with `num_requests` requests in flight, on a machine of `cores` cores.
+    """Returns the fastest option for a run with `num_requests` requests at a time, on a machine with `cores` cores.
 
-    The policy's process has `threads` threads. Raises ConfigError if the cores are too few for every measured verifier.
+    The policy's process has `threads` threads. Raises ConfigError if the cores are too few for every verifier that was
+    measured.
     """
     assert block.remote is not None
     own = replace(
@@ -233,7 +245,10 @@ def choose(block: SpecrolloutConfig, tables: CostTables, num_requests: int, thre
 
 
 def placed(block: SpecrolloutConfig, option: Option) -> SpecrolloutConfig:
-    """Returns the block with its remote drafter placed as in `option`."""
+    """Returns the block with the place for its remote drafter that `option` says.
+
+    The drafter stays remote, becomes a draft model in the policy's engine, or is left out.
+    """
     remote = block.remote
     assert remote is not None
     where: list[DrafterConfig] = []
