@@ -16,10 +16,10 @@ class Feeding:
     """Chooses which texts to feed to the context index, so that the texts of all active prompts fit into it together.
 
     A text is an earlier response. All texts of one prompt are a group. A group is active while the engine has requests with
-    its prompt. The newest texts of a group are chosen first. The index overwrites old texts with new ones. Therefore a text
-    counts as known to the index only until texts with half of the tokens that the index can hold have been fed after it.
+    its prompt. The newest texts of a group are chosen first. The index overwrites old texts with new ones. Therefore a text no
+    longer counts as known to the index once later texts have filled half of it.
 
-    Owns the number of tokens that were fed so far. For each text, it also owns the value of this number when the text was fed.
+    Owns a count of the tokens that were fed so far, and the value of this count when each text was fed.
     """
 
     def __init__(self, most_tokens: int) -> None:

@@ -61,7 +61,7 @@ class OtherSegment(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Says where a text is stored."""
+    """Location of a stored text, which is a segment and a row of that segment."""
 
     segment: str
     """Name of the segment."""
