@@ -16,4 +16,4 @@ def _family() -> RunnerFamily:
 
 
 RUNNERS = _family()
-"""The interface to vLLM's model runner in this process."""
+"""The object for the family of model runners to which the installed vLLM belongs."""
