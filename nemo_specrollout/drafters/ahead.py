@@ -20,15 +20,16 @@ from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 WINDOW = NUM_LEVELS
-"""Number of a request's latest tokens that are compared with a path. The more of them agree, the higher the evidence level is.
-Number of a request's latest tokens that are compared with a path. The more of them agree, the higher the evidence level is."""
+"""Number of a request's latest tokens that are compared with a path. The more of them agree, the higher the evidence level
+is."""
 AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
 """Acceptance rate that is assumed for each evidence level before any draft token of that level was judged."""
 FARTHEST = 16
 """Largest number of tokens by which the alignment of a path with its request may be shifted in one engine step."""
 ENOUGH = 4
-"""Threshold for shifting a path. At the new position, the number of latest tokens that agree in a row must be at least twice
-the number at the present position plus this."""
+"""Decides when the alignment of a path with its request is shifted. Let n be the number of the request's latest tokens that
+agree with the path in a row. The shift is made if n at the new position is at least 2 * n at the present position plus this
+number."""
 
 
 class PathTables(NamedTuple):
@@ -46,8 +47,8 @@ class PathTables(NamedTuple):
     end_SP: torch.Tensor
     """Position after the last token of each path, int64."""
     shift_SP: torch.Tensor
-    """Position in the path minus position in the request's text, int64. It is 0 until the request has tokens that the path
-    lacks, or lacks tokens that the path has."""
+    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request turns
+    out to have more or fewer tokens than the path up to the same place in the text."""
     num_paths_S: torch.Tensor
     """Number of paths of the request in each slot, int32. It is 0 for a request that brings no texts."""
     path_S: torch.Tensor
@@ -57,8 +58,8 @@ class PathTables(NamedTuple):
 class AheadText(Drafter):
     """Proposes the next tokens of the path that a request follows.
 
-    A path is a text that older weights have sampled for the request, or a branch of that text. Owns the paths. They take 4
-    bytes of the device for each request slot, path and position. A request follows its path until another path agrees with
+    A path is a text that older weights have sampled for the request, or a branch of that text. Owns the paths, which take 4
+    bytes of device memory for each request slot, path and position. A request follows its path until another path agrees with
     more of the request's latest tokens in a row. After a token that no path has, the request continues at the next position of
     its path, because noise belongs to positions. If the request's latest tokens are found at another position of the path, the
     request continues from that position.

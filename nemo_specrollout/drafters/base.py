@@ -64,8 +64,9 @@ length of the context) + (grade for the token's share among all tokens that foll
 NUM_LEVELS = len(LEVEL_PRIORS)
 """Number of evidence levels, which are the grades that a drafter can give a draft token."""
 SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
-"""Score gaps in nats at which the next evidence level begins. The largest is far above the typical gap, because most drafts of
-a good head are nearly certain."""
+"""Score gaps in nats at which the next evidence level begins, if a drafter with weights samples with the request's own noise.
+A score gap is the difference between the best two scores. The edges reach far, because most drafts of a good head are nearly
+certain."""
 NUM_RELATIONS = 4
 """Number of ways in which a draft token can relate to the proposal of the other side.
 
@@ -88,17 +89,18 @@ PRIOR_STRENGTH = 4.0
 MAX_RATE = 0.99
 """Upper bound of the acceptance rate that is estimated for a draft token."""
 MIN_WORTH_SHARE = 1e-3
-"""Smallest worth of a draft token, as a share of its survival. It applies to tokens that cost more than they win, so that even
-these tokens can be ranked."""
+"""Smallest worth of a draft token, as a share of its survival (the probability that it and all tokens before it are accepted).
+It applies to tokens that cost more than they win, so that even these tokens can be ranked."""
 LEAST_PRICE = 1e-9
 """A row counts as free if its price in tokens is below this number."""
 CALIBRATION_DECAY = 0.98
 """Each engine step multiplies the sums in `Tables.calibration_D2` by this number. They compare how many draft tokens were
 accepted with how many were predicted."""
 NUM_BINS = 128
-"""Number of bins, all of the same width, into which a histogram divides survival from 0 to 1."""
+"""Number of equally wide bins of a histogram of survival. Survival is the probability that a draft token and all draft tokens
+before it are accepted."""
 SMALLEST_SHARE = 0.02
-"""A context index stops extending a draft when the draft's survival falls below this probability."""
+"""A context index stops extending a draft when the probability that all of its tokens are accepted falls below this value."""
 TRACED_STEPS = 1 << 16
 """Number of latest engine steps for which the counts of draft tokens are kept."""
 MOST_LOOKED_UP = 64

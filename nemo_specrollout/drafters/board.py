@@ -43,8 +43,8 @@ outweighs the old one and the board notices if the policy has changed."""
 class Tables(NamedTuple):
     """Tensors of a draft board, on the engine's device. The suffix of a field's name is its shape.
 
-    `empty_tables` allocates them and sets their types. A proposal is *open* from its engine step until all of its tokens
-    turned out right or one of them turned out wrong.
+    `empty_tables` allocates them and sets their types. A proposal is *open* until all of its tokens turned out right or one of
+    them turned out wrong.
     """
 
     tokens_DBK: torch.Tensor
@@ -53,25 +53,26 @@ class Tables(NamedTuple):
     levels_DBK: torch.Tensor
     """Evidence level of each draft token in `tokens_DBK`."""
     found_DB: torch.Tensor
-    """How many draft tokens each drafter proposes for each entry of the batch in the present engine step, or `NOT_FOLLOWED`.
-    How many draft tokens each drafter proposes for each entry of the batch in the present engine step, or `NOT_FOLLOWED`."""
+    """How many draft tokens each drafter proposes for each entry of the batch in the present engine step, or
+    `NOT_FOLLOWED`."""
     tokens_SDK: torch.Tensor
-    """Draft tokens of the open proposals, which are those that the request's text has not yet confirmed or refuted."""
+    """Draft tokens of the open proposals, which are those that the request's text has not yet confirmed or refuted as a
+    whole."""
     evidence_SDK: torch.Tensor
     """Kind of evidence of each draft token in `tokens_SDK`, which is NUM_LEVELS * relation + level."""
     length_SD: torch.Tensor
-    """Number of draft tokens of each open proposal. It is 0 if a drafter has no open proposal for the request."""
+    """Number of draft tokens in each proposal of `tokens_SDK`. It is 0 if a drafter has no open proposal for the request."""
     base_SD: torch.Tensor
-    """Number of tokens that the request's text had when the open proposal was made."""
+    """Number of tokens that the request's text had when the proposal in `tokens_SDK` was made."""
     checked_SD: torch.Tensor
-    """How many draft tokens of each open proposal the request's text has confirmed so far."""
+    """How many draft tokens of the proposal in `tokens_SDK` the request's text has confirmed so far."""
     chosen_S: torch.Tensor
     """Index of the drafter whose draft tokens were submitted for each request. Submitted tokens may be verified in the next
     engine step."""
     submitted_S: torch.Tensor
     """How many draft tokens were submitted for each request, so that the next engine step may verify them."""
     limit_S: torch.Tensor
-    """Length in tokens that the text of each request can reach with drafts. Beyond this length the request gets none."""
+    """A request gets drafts only until its text has this number of tokens."""
     is_early_S: torch.Tensor
     """Whether each request belongs to a coming training step. The counts in `verified_DK2` leave out such requests."""
     drafts_BK: torch.Tensor
@@ -285,7 +286,7 @@ class DraftBoard:
         self.use_kernels(kernels_for(device.type, KernelModule.STEP))
 
     def use_kernels(self, kernels: ModuleType) -> None:
-        """Makes the board call the kernels in this Python module from now on.
+        """Makes the board call the kernels in the Python module `kernels` from now on.
 
         The module keeps the board's tables in a form of its own, which becomes the attribute `memory`.
         """
@@ -299,8 +300,8 @@ class DraftBoard:
     def open(self, slots: torch.Tensor, limits: torch.Tensor, is_early: torch.Tensor | None = None) -> None:
         """Prepares `slots` (int64, on the device) for new requests.
 
-        `limits` (int32) has the length in tokens that each request's text can reach with drafts. `is_early` (bool) tells which
-        of the requests belong to a coming training step. None means that none of them does.
+        A request gets drafts until its text has as many tokens as `limits` (int32) says. `is_early` (bool) tells which of the
+        requests belong to a coming training step. None means that none of them does.
         """
         t = self.tables
         self._had_early |= is_early is not None

@@ -119,7 +119,7 @@ def _rate(counts_ptr, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the acceptance rate of each evidence level of drafter `d`, over all relations together, [NUM_LEVELS]."""
+    """Returns the acceptance rate of each evidence level of drafter `d`, whatever the other drafters propose, [NUM_LEVELS]."""
     level = tl.arange(0, _NUM_LEVELS)
     counts_ptr = t.evidence_DE2 + 2 * (d * E + level)
     hits = tl.zeros(level.shape, tl.float32)
@@ -315,7 +315,7 @@ def _of(d, drafter, values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _level_rates(t, entry, is_draft, factor, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the acceptance rates of draft tokens by their evidence levels alone, whatever their relations are, [D, K]."""
+    """Returns the acceptance rates of draft tokens by their evidence levels, whatever the other drafters propose, [D, K]."""
     hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
     trials = tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0)
     for relation in tl.static_range(1, E // _NUM_LEVELS):

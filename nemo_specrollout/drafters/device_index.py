@@ -124,7 +124,7 @@ class ContextIndex:
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: ModuleType) -> None:
-        """Makes the index call the kernels in this Python module from now on.
+        """Makes the index call the kernels in the Python module `kernels` from now on.
 
         The module also allocates the buffers that it needs for the tokens to learn.
         """
@@ -136,7 +136,7 @@ class ContextIndex:
 
         Args:
             texts: the texts of the batch. An entry whose slot is not within 0..S-1 is skipped.
-            salts_S: salt of each request, int64. Its contexts are separate from those of all other salts.
+            salts_S: salt of each request, int64. Requests with different salts share no contexts.
             learned_S: number of tokens of each text that were counted before, int32. The call updates it.
             max_new: largest number of new tokens of a text that are counted in this call. Further tokens wait for the next
                 call.

@@ -133,10 +133,10 @@ def _count(candidates, slot, token, is_own):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _num_new(index, texts, row_R, mask_R, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
-    """Returns facts about the new tokens of entries of the batch, each with a value for each entry.
+    """Returns the request slot and the range of new tokens of each batch entry in `row_R`.
 
-    These are the request slot, whether there is one, and the start, the end and the number of the new tokens. An entry without
-    a slot has no new tokens.
+    The result consists of the slot, whether there is one, and the start, the end and the number of the new tokens. An entry
+    without a slot has no new tokens.
     """
     slot_R = tl.load(texts.slots_B + row_R, mask=mask_R, other=-1).to(tl.int64)
     has_slot_R = (slot_R >= 0) & (slot_R < num_slots)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of everything that follows an engine's requests, which are the drafters and the observers of engine steps."""
+"""The interface of drafters and of observers of engine steps, which both follow an engine's requests."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -73,8 +73,8 @@ class Drafter(Participant):
     has_weights = False
     """Whether the drafter runs a network in this engine. The time of such a drafter is measured separately."""
     is_recordable = False
-    """Whether a CUDA graph may record the kernels that the drafter launches. Such a drafter implements `prepare` and `launch`.
-    Whether a CUDA graph may record the kernels that the drafter launches. Such a drafter implements `prepare` and `launch`."""
+    """Whether a CUDA graph may record the kernels that the drafter launches. Such a drafter implements `prepare` and
+    `launch`."""
 
     def lookup(self, drafter: int) -> Lookup | None:
         """Returns the context index of the drafter, which the draft board's kernels update and from which they propose.

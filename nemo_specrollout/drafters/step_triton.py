@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_PARTS = 512
 """Largest number of programs among which the buckets of an index are divided."""
 MAX_PROGRAMS = 1 << 14
-"""Largest number of programs of a launch."""
+"""Largest number of programs of a kernel launch."""
 _NUM_LEVELS = tl.constexpr(NUM_LEVELS)
 # Triton must not specialize kernels for 1 and multiples of 16, because that is not worth another compilation.
 _INTEGERS = ["row_stride", "num_slots", "longest", "max_new", "num_rows", "step"]

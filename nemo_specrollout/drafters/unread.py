@@ -48,7 +48,7 @@ class UnreadTokens:
         self._is_any_behind = True
 
     def read(self, slots_B: np.ndarray, most_sampled: int) -> int:
-        """Returns an upper bound on the new tokens of a text, which the index needs when it reads in this engine step.
+        """Returns an upper bound on the new tokens of any text, which the index needs to read the texts in this engine step.
 
         Each request has sampled at most `most_sampled` tokens in this engine step. `slots_B` are the request slots in the
         order in which the index reads the texts.

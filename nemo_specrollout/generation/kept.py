@@ -44,7 +44,7 @@ class Kept:
         return [sentence for sentence in found if sentence is not None]
 
     def take_began(self) -> list[str]:
-        """Returns the phrases of `began` at the first call and none at later calls, so that the user is told only once."""
+        """Returns the phrases of `began` at the first call, and an empty list later, so that the user is told only once."""
         was_told = self._was_told
         self._was_told = True
         return [] if was_told else self.began()

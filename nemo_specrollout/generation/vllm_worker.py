@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM worker, which adds drafting, telemetry and sampling that no draft can change to vLLM's V2 model runner.
+"""The vLLM worker. It extends vLLM's V2 model runner by drafting, telemetry, and sampling that drafts cannot change.
 
 Most changes are made to the worker's model runner. It seeds each request, accepts a draft only if the policy samples the same
 token, and gets its drafts from the draft router instead of vLLM's speculator. Three changes affect the whole process:
@@ -117,12 +117,12 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_samples = self._sample_stats_log()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM allocate the KV cache. Raises RuntimeError if other code would sample, verify or draft in our place."""
+        """Lets vLLM allocate the KV cache. Raises RuntimeError if any code but ours would sample, verify or draft."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         self._verify_in_force()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up this package's kernels and then vLLM's. From then on, every request is followed.
+        """Warms up this package's kernels and then vLLM's. From then on, the worker follows every request.
 
         vLLM reports everything that is compiled after its own warm-up, so ours comes first. Ray's executor calls the model
         runner directly, and not through the worker. Therefore methods of the runner are replaced here.
@@ -157,7 +157,7 @@ class VllmWorkerMixin(WorkerCalls):
         super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM wake up, and then the drafters. A head's canary restarts, because its weights may have been reloaded."""
+        """Wakes up vLLM's worker and then the drafters. A head's canary restarts, because its weights may be reloaded."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None:
             self.specrollout_router.woke_up()
@@ -170,7 +170,7 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_host_budget = HostBudget(self.model_runner, self.specrollout_router) if reason else None
 
     def _verify_in_force(self) -> None:
-        """Raises RuntimeError if something else than this package would sample, verify or draft in this engine."""
+        """Raises RuntimeError if any code but this package's would sample, verify or draft in this engine."""
         runner = self.model_runner
         router = self.specrollout_router
         config = self.specrollout_config
@@ -407,7 +407,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of the early requests with these names that were not returned before, packed, by name."""
+        """Returns the near-ties of these early requests, by name and packed. Those that were returned before are left out."""
         if not is_output_rank():
             return None
         ties = self.specrollout_ties

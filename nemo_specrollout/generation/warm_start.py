@@ -30,7 +30,7 @@ from nemo_specrollout.learned.weights import weights_digest
 from nemo_specrollout.speculation.foresight import Foresight
 
 KIND = "engine"
-"""Prefix of the file names."""
+"""Prefix of the names of the files in which engines keep what they have learned."""
 _ROUNDING = 1e-3
 """Accepted draft tokens may exceed judged ones by this share, because both numbers are sums that decay and are rounded."""
 
@@ -42,11 +42,11 @@ class Learning:
     router: DraftRouter
     accounts: StepAccounts
     foresight: Foresight | None
-    """Predicts on the host how many drafts are accepted. None if the device chooses the drafts of an engine step."""
+    """Predicts on the host which drafts are accepted. None if the device chooses the drafts of an engine step."""
 
 
 class WarmStart:
-    """Owns the file of an engine, and what was read from it.
+    """Owns the file in which an engine keeps acceptance rates and step times, and what was read from it.
 
     `begin` reads the file before the first engine step. The first tensor-parallel rank sends what it has read to the others,
     so that all ranks begin alike. `keep` writes the file between two training steps, on the output rank.
@@ -92,7 +92,7 @@ class WarmStart:
             self._found = self._file.unfit(str(error))
 
     def loaded_head(self, folder: Path) -> None:
-        """Notes that the draft head now has the weights in `folder`, so that the draft board has forgotten the old ones.
+        """Notes that the draft head now has the weights in `folder`, about which the engine has learned nothing yet.
 
         If the engine has made no engine step yet and its file is about these weights, it takes over the file's content again.
         """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which earlier responses to a prompt are fed to a context index, on the host alone.
+"""Chooses which earlier responses to a prompt are fed to a context index. The host makes the choice without the device.
 
-A context index is a table on the device that tells which token followed which last tokens (`drafters/device_index.py`).
+A context index is a table on the device. It maps the last tokens of a text to the tokens that followed them in earlier texts
+(`drafters/device_index.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +32,9 @@ class Feeding:
     def chosen(self, texts: Iterable[tuple[Place, int]], num_groups: int) -> tuple[list[Place], bool]:
         """Returns which texts of a group to feed, and whether the index already knows another text of the group.
 
-        `texts` has the place and the number of tokens of each text of the group, the newest text first. `num_groups` is the
-        number of active groups. The chosen texts and the known ones together take at most 1 / (2 * `num_groups`) of the index.
+        A group is all texts of one prompt. `texts` has the place and the number of tokens of each of them, the newest text
+        first. `num_groups` is the number of active groups. The chosen texts and the known ones together take at most 1 / (2 *
+        `num_groups`) of the index.
         """
         room = self._most_tokens // (2 * max(num_groups, 1))
         chosen = []
@@ -63,7 +65,7 @@ class Feeding:
 def tokens_of_index(num_slots: int, orders: Sequence[int]) -> int:
     """Returns the number of tokens of texts that a context index with room for `num_slots` contexts can hold.
 
-    The result assumes that no two texts share contexts. `orders` are the lengths of contexts that the index counts. Each token
-    adds one context of each length.
+    `orders` are the context lengths, in tokens, that the index counts. Each token of a text adds one context of each length.
+    The result assumes that no two texts share contexts.
     """
     return num_slots // len(orders)

@@ -175,7 +175,7 @@ class SegmentReader:
         return len(new_R)
 
     def find(self, group: int) -> np.ndarray:
-        """Returns the row indices of all texts of a group, int64, the oldest text first."""
+        """Returns the row indices of all texts of a group (the hash of a prompt), int64, the oldest text first."""
         if self._by_group_R is None:
             self._by_group_R = np.argsort(self.groups_R, kind="stable")
         groups_R = self.groups_R[self._by_group_R]
@@ -213,12 +213,12 @@ class SegmentReader:
 
 
 def checksum_of(text: Text) -> int:
-    """Returns the checksum of a text, which its row in a segment has too."""
+    """Returns the checksum that a segment stores for a text."""
     return _checksum(text.group, np.ascontiguousarray(text.tokens, "<i4").tobytes())
 
 
 def _checksum(group: int, content: bytes) -> int:
-    """Returns the checksum of a text's tokens, given as bytes, and of its group."""
+    """Returns the checksum of a text, from the bytes of its tokens (`content`) and its group (the hash of its prompt)."""
     return zlib.crc32(content, group & 0xFFFFFFFF)
 
 

@@ -66,11 +66,11 @@ class HistoryService:
     """
 
     def __init__(self, store: HistoryStore, feeding: Feeding, num_context: int, vocab_size: int) -> None:
-        """Starts the thread.
+        """Starts the history thread. `feeding` chooses the texts that are fed to the context index.
 
-        Each piece of a text begins with up to `num_context` tokens from before it, as context for its first new tokens.
-        `feeding` chooses the texts to feed. A text is cut off before its first token id that is not below `vocab_size`,
-        because the policy's embedding has no row for such a token.
+        Each piece of a text begins with up to `num_context` tokens from before it, as context for its first new tokens. A text
+        is cut off before its first token id that is negative or not below `vocab_size`, because the policy's embedding has no
+        row for it.
         """
         self._store = store
         self._feeding = feeding
@@ -81,8 +81,8 @@ class HistoryService:
         self._at_work: Counter[int] = Counter()
         """Number of running requests of each group. A group is the hash of a prompt."""
         self._waiting: dict[int, deque[Place]] = {}
-        """Places of the texts of each group that wait to be fed. The groups take turns, so that each group soon has a text in
-        the index."""
+        """Places of the texts that wait to be fed, by group (the hash of a prompt). The groups take turns, so that each of
+        them soon has a text in the index."""
         self._pieces: Iterator[Piece] = iter(())
         """Pieces that are left of the text that is being read."""
         self._num_written = 0
@@ -94,14 +94,14 @@ class HistoryService:
     # Calls from the engine's thread. None of them waits except `settle` and `close`.
 
     def opened(self, groups: Sequence[int]) -> None:
-        """Notes new requests, by their groups.
+        """Notes new requests, by their groups, which are the hashes of their prompts.
 
-        The thread then reads those texts of the groups that the context index does not know yet.
+        The thread then reads those earlier responses of the groups that the context index does not know yet.
         """
         self._events.put(lambda: self._begin(groups))
 
     def closed(self, groups: Sequence[int]) -> None:
-        """Notes that requests have left the engine. `groups` has the group of each of them."""
+        """Notes that requests have left the engine. `groups` has the hash of each request's prompt."""
         self._events.put(lambda: self._end(groups))
 
     def ended(self, texts: Callable[[], list[Text]]) -> None:
@@ -130,7 +130,7 @@ class HistoryService:
         return bool(self._ready)
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until the thread has done all work queued so far. Returns False if `timeout_s` seconds do not suffice."""
+        """Waits until the history thread has done all queued work. Returns False if `timeout_s` seconds do not suffice."""
         done = threading.Event()
         self._events.put(done.set)
         return done.wait(timeout_s)
@@ -211,7 +211,7 @@ class HistoryService:
         self._num_written += len(self._store.append(texts))
 
     def _look(self) -> None:
-        """Finds texts that other engines have written for groups with running requests, and queues these texts to be fed."""
+        """Finds other engines' responses to the prompts of running requests, and queues them for the context index."""
         for name, first, groups_R in self._store.refresh():
             at_work_R = np.isin(groups_R, np.fromiter(self._at_work, np.int64, len(self._at_work)))
             for i in np.flatnonzero(at_work_R).tolist():

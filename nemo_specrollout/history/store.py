@@ -109,8 +109,8 @@ class HistoryStore:
     def refresh(self) -> list[tuple[str, int, np.ndarray]]:
         """Reads the rows that were added since the last call. Removes the oldest segments if the folder is too large.
 
-        Returns a tuple for each segment to which another process has added texts. It has the segment's name, the row index of
-        the first added text, and the groups of the added texts, int64.
+        Returns a tuple for each segment to which another process has added texts. The tuple has the segment's name, the row
+        index of the first added text, and the groups (hashes of the prompts) of the added texts, int64.
         """
         sizes = self._sizes()
         self._make_room(sizes)
@@ -134,7 +134,7 @@ class HistoryStore:
         return added
 
     def find(self, group: int) -> list[tuple[Place, int]]:
-        """Returns the place and the number of tokens of each text of a group, the newest text first."""
+        """Returns the place and the number of tokens of each text of a group (the hash of a prompt), the newest text first."""
         found = []
         for name in sorted(self._readers, reverse=True):
             reader = self._readers[name]

@@ -97,8 +97,8 @@ class DraftRouter:
         self.use_drafters(drafters)
         self._spread = HostCopy(self.board.tables.spread_FQ)
         self._graphs: DraftingGraphs | None = None
-        """CUDA graphs of drafting. None if kernels are launched one by one, because graphs are not used or not recorded yet.
-        CUDA graphs of drafting. None if kernels are launched one by one, because graphs are not used or not recorded yet."""
+        """CUDA graphs of drafting. None if kernels are launched one by one, because graphs are not used or not recorded
+        yet."""
         compilation = runner.vllm_config.compilation_config
         self._uses_graphs = self._device.type == "cuda" and compilation.cudagraph_mode != CUDAGraphMode.NONE
         self.stands_by = False

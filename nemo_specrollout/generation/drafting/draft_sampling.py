@@ -2,8 +2,8 @@
 """Samples draft tokens with the request's own noise, and grades each by the gap between the two best scores.
 
 The score of a token is its logit divided by the temperature, plus noise. The policy will sample with the same noise at this
-position. So it samples the draft token unless its logits differ from the drafter's by more than the gap. The wider the gap,
-the more often the draft is right.
+position. So the policy samples the draft token too, unless its scores differ from the drafter's by more than the gap. The
+wider the gap, the more often the draft is right.
 
 Shapes: R rows of logits, V vocabulary of the drafter, S request slots, K draft positions.
 """
@@ -18,8 +18,8 @@ POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)
 """Acceptance rates that are assumed at first for drafts that are sampled greedily. Their draft position serves as their
 evidence level, so there is a rate for each position."""
 SHARED_NOISE_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
-"""Acceptance rates that are assumed at first for the evidence levels of a drafter that samples with the request's own noise.
-Acceptance rates that are assumed at first for the evidence levels of a drafter that samples with the request's own noise."""
+"""Acceptance rates that are assumed at first for the evidence levels of a drafter that samples with the request's own
+noise."""
 
 
 def sample_with_score_gap(

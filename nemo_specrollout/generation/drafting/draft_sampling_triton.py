@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels of `draft_sampling.py`. One finds the two best scores in each block of a row, and the other those of the row.
+"""GPU kernels of `draft_sampling.py`. One finds the two best scores in each block of a row, and the other in the whole row.
 
 The scores equal those of vLLM's `gumbel_sample` bit for bit (`noise_triton.py`). `row_sampling_triton.py` uses the same
 functions to score the policy's rows. vLLM needs three launches to sample drafts, and these kernels need two.

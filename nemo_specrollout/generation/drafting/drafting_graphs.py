@@ -26,7 +26,7 @@ _NUM_NUMBERS = 8
 """Number of elements before the request slots in the buffer. Three of them are unused, so that the slots begin at a multiple
 of 16 bytes."""
 _PRICE = slice(2, 5)
-"""Elements of the buffer that hold the price of a row."""
+"""Slice of the buffer in which the price of a row is stored."""
 
 
 class StepInputs(NamedTuple):
@@ -51,7 +51,10 @@ the host."""
 
 
 def graph_sizes(most_requests: int) -> list[int]:
-    """Returns the batch sizes for which graphs are recorded, so that padding adds less than half to a batch."""
+    """Returns the batch sizes for which graphs are recorded, ascending.
+
+    A batch is padded to the next of these sizes, which adds less than half of its own size.
+    """
     sizes = {1, 2, most_requests}
     size = 4
     while size < most_requests:

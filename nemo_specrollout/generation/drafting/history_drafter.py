@@ -41,7 +41,7 @@ COPIED = 32
 FEED_SHARE = 0.01
 """Largest share of the engine's time that feeding the context index may take."""
 LEAST_FED = 256
-"""The index is fed only when time allows for at least this many tokens, because feeding fewer takes hardly less time."""
+"""Fewest tokens that are fed to the context index at a time, because feeding fewer takes hardly less time."""
 _SHORTEST = 4
 """Responses with fewer tokens are not kept."""
 
@@ -51,7 +51,7 @@ class _Open(NamedTuple):
 
     group: int
     first: int
-    """Index of the first token of the request that is kept. It is one of the prompt's last tokens."""
+    """Index in the request's text of the first token to keep. It is one of the prompt's last tokens."""
     num_context: int
     """How many of the prompt's last tokens are kept. They are the context of the response's first tokens."""
     limit: int
@@ -129,9 +129,9 @@ class HistoryDrafter(Drafter):
         self._kept: set[int] = set()
         """Slots of requests whose responses are kept already, or must not be kept."""
         self._slots_of: dict[int, set[int]] = {}
-        """Slots of the running requests of each group. A group is the hash of a prompt."""
+        """Slots of the running requests, by group (the hash of their prompt)."""
         self._allowed: set[int] = set()
-        """Groups that have running requests and for which the index has texts."""
+        """Groups (hashes of prompts) that have running requests and for which the index has texts."""
         self._timer = StageTimer(self._device)
         self._token_s = 0.0
         """Seconds that it takes to feed one token to the index, or 0 while this is unknown."""

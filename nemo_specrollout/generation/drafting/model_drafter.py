@@ -80,8 +80,8 @@ class ModelDrafter(Drafter):
         self._policy = policy
         self._timer = StageTimer(runner.device)
         self.depth = 0
-        """Number of tokens that are to be drafted for each request. It is 0 if the speculator should only read the new tokens.
-        Number of tokens that are to be drafted for each request. It is 0 if the speculator should only read the new tokens."""
+        """Number of tokens that are to be drafted for each request. It is 0 if the speculator should only read the new
+        tokens."""
         self._was_dormant = False
         self.is_allowed = True
         """Whether the drafter may draft. If a canary finds that the drafter is broken, it calls `forbid`, which sets this to
@@ -98,7 +98,7 @@ class ModelDrafter(Drafter):
         return self._policy().is_dormant
 
     def num_followed(self, slots_B: np.ndarray) -> int:
-        """Returns how many of the requests in these slots the speculator follows, reading their new tokens in each step."""
+        """Returns how many of the requests in these slots the speculator follows, so that it must read their new tokens."""
         return int(np.count_nonzero(self._is_followed[slots_B]))
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses bad requests in the caller's process, where vLLM admits requests, before they reach an engine core.
 
-From 0.32 on, vLLM calls the class method `validate_params` of each of an engine's logits processors for each request. This is
-vLLM's own place for such checks. So it covers every way in, which are `LLM`, `AsyncLLM` and the OpenAI server, which answers
-with status 400. `arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no logits processors on the V2
-model runner. With them, `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
+From 0.32 on, an engine of vLLM shows each request to the class method `validate_params` of its logits processors. This is
+vLLM's own place for such checks. So it covers `LLM`, `AsyncLLM` and the OpenAI server, which answers with status 400.
+`arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no logits processors on the V2 model runner.
+With them, `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
 
 vLLM hides the GPUs from the process while it imports this module, so the module must import nothing that needs one.
 """
@@ -69,7 +69,7 @@ class RequestCheck(LogitsProcessor):
         check_params(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Returns False, because no request's logits are changed."""
+        """Returns False, which tells vLLM that this request needs no changes of its logits."""
         return False
 
     def apply(self, logits: Any, ctx: Any) -> Any:

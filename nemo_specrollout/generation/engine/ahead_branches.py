@@ -17,7 +17,7 @@ _HEAD = 3
 
 
 class AheadBranch(NamedTuple):
-    """A text that differs from another one, its parent, from some position on. The tokens before are the parent's."""
+    """A text that differs from another one, its parent, from some position on. Before that, it has the parent's tokens."""
 
     parent: int
     """Number of the parent, which is 0 for the text made ahead itself, and i + 1 for the branch with index i."""
@@ -69,7 +69,7 @@ def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
 def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[AheadBranch, ...]:
     """Returns branches for a request whose prompt already contains the first `num_tokens` tokens of the response.
 
-    If a branch begins among these tokens, only its tokens after them are kept, if there are any.
+    If a branch begins within these tokens, the result keeps only those of its tokens that come after them.
     """
     left = []
     for branch in branches:

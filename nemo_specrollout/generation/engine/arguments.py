@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the block into arguments of `vllm.LLM`, such as the worker class and `speculative_config`. vLLM is not imported."""
+"""Turns the block, which is this package's configuration, into arguments of `vllm.LLM`. vLLM is not imported."""
 
 import dataclasses
 import os
@@ -19,8 +19,8 @@ SCHEDULER = "nemo_specrollout.generation.engine.step_outputs.build_scheduler"
 REQUEST_CHECK = "nemo_specrollout.generation.engine.admission:RequestCheck"
 """This package's entry in vLLM's `logits_processors`. It checks requests and changes no logits."""
 TEXT_METHOD = "ngram_gpu"
-"""The method that tells vLLM to draft without weights. It allows asynchronous scheduling. Our drafters replace vLLM's drafter.
-The method that tells vLLM to draft without weights. It allows asynchronous scheduling. Our drafters replace vLLM's drafter."""
+"""Name of the method by which vLLM drafts without weights. It allows asynchronous scheduling. This package's drafters take the
+place of vLLM's own drafter."""
 HOST_CHOOSES = "specrollout_host_chooses"
 """Key in vLLM's `additional_config`. Its value is the reason why the host chooses the drafts that are verified, or null if the
 device does."""
@@ -28,8 +28,7 @@ DRAFT_ROWS = "specrollout_draft_rows"
 """Key in vLLM's `additional_config`. Its value is the largest number of draft tokens that all requests of an engine step may
 have together."""
 _DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
-"""Attention backends that, in vLLM 0.32, do not need to know on the host how many drafts each request of an engine step has.
-Attention backends that, in vLLM 0.32, do not need to know on the host how many drafts each request of an engine step has."""
+"""Attention backends with which vLLM 0.32 need not know on the host how many drafts each request of an engine step has."""
 _ROW_OUTPUTS = {"enable_return_routed_experts": "experts", "return_sampling_mask": "sampling masks"}
 """Arguments with which vLLM returns something for each row of an engine step. Then the host must know which rows belong to
 which request."""
@@ -44,7 +43,8 @@ _WITHOUT_TIES = {
     "return_sampling_mask": _OTHER_SAMPLER,
     "enable_batch_sharded_sampling": "each GPU then samples a share of the requests, but only one is asked for near-ties",
 }
-"""Arguments with which an engine cannot keep the near-ties of early requests, and the reasons. Branches begin at near-ties."""
+"""Arguments with which an engine cannot keep near-ties, and the reasons. At a near-tie the best two scores are almost equal,
+so a branch of a text made ahead may begin there."""
 _FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
@@ -146,7 +146,7 @@ def with_specrollout(
 
 
 def _check_ties(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
-    """Raises ValueError if texts made ahead may have branches, but an argument rules out the near-ties for them."""
+    """Raises ValueError if branches of texts made ahead are wanted, but an argument rules them out (`_WITHOUT_TIES`)."""
     num_branches = block.most_paths - 1
     for name, why in _WITHOUT_TIES.items():
         if num_branches and arguments.get(name):
@@ -215,7 +215,7 @@ def _has_full_graphs(arguments: Mapping[str, Any]) -> bool:
 
 
 def native_config(drafter: ModelDrafterConfig | None, num_speculative_tokens: int) -> dict[str, Any]:
-    """Returns vLLM's `speculative_config` for a drafter with weights. If `drafter` is None, it is for text drafters alone."""
+    """Returns vLLM's `speculative_config` for a drafter with weights, or for text drafters alone if `drafter` is None."""
     weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
     method = TEXT_METHOD if drafter is None else drafter.type
     return {"method": method, **weights, "num_speculative_tokens": num_speculative_tokens}

@@ -149,7 +149,7 @@ def draw(
 
 
 def output_options(vllm_config: Any) -> Any:
-    """Returns the part of vLLM's config that tells what else than a token an engine returns for each row."""
+    """Returns the part of vLLM's config that tells which outputs an engine returns for each row in addition to its token."""
     return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # the model config before 0.32
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from nemo_specrollout.storage.model_folder import text_config
 
 LARGEST = 2048
-"""Number of rows of the largest graph. With 2,048 rows, a GPU computes a layer in about the time in which the host launches
-it. So still larger graphs would save nothing."""
+"""Number of rows of the largest graph. At 2,048 rows, a GPU needs about as long to compute a layer as the host to launch it.
+So still larger graphs would save nothing."""
 LOGITS_BYTES = 1 << 30
 """Largest number of bytes of the float32 logits that vLLM samples at once (`MAX_CHUNK_BYTES`). The logits of all rows of a
 graph must fit into them."""

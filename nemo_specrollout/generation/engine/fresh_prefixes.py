@@ -119,7 +119,7 @@ def _promise() -> Future[None]:
 
 @dataclass(eq=False)
 class _Attempt:
-    """An attempt to decode a request, which is of interest until the request has its first output."""
+    """An attempt to decode a request, from its start until the request's first output."""
 
     request_id: str
     outputs: AsyncGenerator[Any, None]

@@ -11,9 +11,9 @@ from nemo_specrollout.generation.engine.requests import Rollout
 
 
 def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
-    """Returns a `vllm.LLM` with these arguments and with the block in effect. `process_state.stop` stops it.
+    """Returns a `vllm.LLM` with these arguments, in which the block (this package's configuration) is in effect.
 
-    Raises ConfigError if the installed vLLM cannot run the block or refuses the arguments.
+    `process_state.stop` stops it. Raises ConfigError if the installed vLLM cannot run the block or refuses the arguments.
     """
     set_process_environment()
     from vllm import LLM

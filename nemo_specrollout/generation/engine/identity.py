@@ -28,8 +28,8 @@ class GivenIdentity:
     seed: int | None = None
     """Seed of the request's noise."""
     prompt_index: int | None = None
-    """Without a `seed`, the seed of the request's noise is derived from `prompt_index`, `sample_index` and `policy_version`.
-    Without a `seed`, the seed of the request's noise is derived from `prompt_index`, `sample_index` and `policy_version`."""
+    """If there is no `seed`, the seed of the request's noise is derived from `prompt_index`, `sample_index` and
+    `policy_version`."""
     sample_index: int | None = None
     policy_version: int | None = None
     speculate: bool = True
@@ -44,11 +44,11 @@ class GivenIdentity:
     branches: bytes = b""
     """Other texts that may follow the prompt instead, packed by `ahead_branches.pack`."""
     ties: int | None = None
-    """Name under which the near-ties of the request are kept. Two requests that run at once in an engine must have different
-    names."""
+    """Name under which the request's near-ties are kept, which are tokens that newer weights may well replace. Two requests
+    that run at once in an engine must have different names."""
     early: bool = False
-    """True for a request of a coming step or a branch of a request. Such requests do not count in the statistics of samples.
-    True for a request of a coming step or a branch of a request. Such requests do not count in the statistics of samples."""
+    """True for a request of a coming training step, or for a branch of a request. The statistics of samples leave out such
+    requests."""
 
 
 class _Rule(NamedTuple):

@@ -29,7 +29,7 @@ def started(llm: Any) -> None:
 
 
 def stop(llm: Any) -> None:
-    """Stops the engine of `llm`. Keeps the state that the engines of this process share while another engine runs.
+    """Stops the engine of `llm`. If another engine of this process still runs, the state that they share is kept.
 
     Only engines for which `started` was called count. All engines of a process must start and stop in the same thread.
     """

@@ -72,7 +72,7 @@ _ENGINE_CHANGES = {
 
 
 def changes_of_engine(vllm_config: Any) -> tuple[str, ...]:
-    """Returns in words the properties of an engine because of which it samples other tokens than an audit would compute."""
+    """Returns, in words, what makes an engine sample other tokens than an audit would compute."""
     has = properties_of(vllm_config)
     return tuple(words for name, words in _ENGINE_CHANGES.items() if has.get(name))
 

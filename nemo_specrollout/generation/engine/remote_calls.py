@@ -86,15 +86,15 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of the requests with these names, by name, that were not returned before.
+        """Returns the near-ties of the requests with these names, by name. Those that were returned before are left out.
 
-        Ranks other than the output rank return None. The name of a request is the number that it has as `ties` in its
-        identity. The value for a name is a tuple. Its first element is the index of a token, counted from the beginning of the
-        prompt. The others are the bytes of two arrays for that token and those after it, the score gaps (float16) and the
-        second-best tokens (int32). A score gap is the difference in nats between the best and the second-best score with
-        noise. It is infinite if no other token was possible. The last elements may belong to tokens that vLLM returns later,
-        or that it drops because the request has ended. After a preemption, elements that were returned before may be returned
-        again.
+        A near-tie is a token whose score is hardly higher than the second-best one. Ranks other than the output rank return
+        None. The name of a request is the number that it has as `ties` in its identity. The value for a name is a tuple. Its
+        first element is the index of a token, counted from the beginning of the prompt. Then come the bytes of two arrays for
+        that token and those after it. These are the score gaps (float16) and the second-best tokens (int32). A score gap is
+        the difference in nats between the best and the second-best score with noise. It is infinite if no other token was
+        possible. The last elements may belong to tokens that vLLM returns later, or that it drops because the request has
+        ended. After a preemption, elements that were returned before may be returned again.
 
         If a request has ended, the call forgets its name. Unknown names are left out of the result. The call waits for the
         engine steps that are running.
@@ -102,7 +102,7 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_forget_ties(self) -> None:
-        """Forgets all near-ties up to now, both of requests that have ended and of those that are running."""
+        """Forgets all near-ties up to now (`specrollout_take_ties`), both of ended requests and of running ones."""
         raise NotImplementedError
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:

@@ -33,8 +33,7 @@ class RolloutRequest:
     speculate: bool = True
     """False for a request that must be decoded without drafts, as in an equality check."""
     exact_length: int | None = None
-    """Number of tokens that the response must have, for timing engine steps. If it is None, the response ends at a stop token.
-    Number of tokens that the response must have, for timing engine steps. If it is None, the response ends at a stop token."""
+    """Number of tokens that the response must have, for timing engine steps. With None, the response ends at a stop token."""
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, which another engine has sampled and which this engine continues."""
     ahead: bytes = b""
@@ -42,10 +41,11 @@ class RolloutRequest:
     branches: tuple[AheadBranch, ...] = ()
     """Other responses that are possible instead of the expected one. They differ from it from a near-tie on."""
     ties: int | None = None
-    """Name under which the vLLM worker keeps the near-ties of the request, or None if they are not needed."""
+    """Name under which the vLLM worker keeps the near-ties of the request, or None if they are not needed. A near-tie is a
+    token whose score is hardly higher than the second-best score."""
     is_early: bool = False
-    """Whether the request belongs to a coming training step. Newer weights will then decode it again, so it is not a sample.
-    Whether the request belongs to a coming training step. Newer weights will then decode it again, so it is not a sample."""
+    """Whether the request belongs to a coming training step. When that step comes, newer weights decode the request again, so
+    this response is not a sample."""
 
     @property
     def num_ahead(self) -> int:
@@ -65,7 +65,7 @@ class ShardRequest:
     prompt_index: int
     """Number that is the same for all samples of one prompt."""
     home: tuple[int, int]
-    """Index of the engine that got the request from NeMo-RL, and index of the request among those of that engine."""
+    """Number of the engine that got the request from NeMo-RL, and index of the request in that engine."""
     params: bytes
     """vLLM's `SamplingParams`, including the seed, encoded as msgpack. So a process that only passes the request on need not
     import vLLM."""
@@ -112,7 +112,8 @@ class RequestIdentity:
     branches: tuple[AheadBranch, ...] = ()
     """Other texts that may follow the prompt instead."""
     ties: int | None = None
-    """Name under which the near-ties of the request are kept, or None if they are not needed."""
+    """Name under which the near-ties of the request are kept, or None if they are not needed. A near-tie is a token whose
+    score is hardly higher than the second-best score."""
     is_early: bool = False
     """Whether newer weights will decode the request again, in a coming training step or after a weight update within the step.
 
@@ -184,7 +185,7 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
 
 
 def num_kept(ahead: bytes, token_ids: Sequence[int] | np.ndarray) -> int:
-    """Returns how many tokens at the beginning of a response were right in the text that was made ahead for it."""
+    """Returns how many tokens at the beginning of a text made ahead (`ahead`) are the same in the response."""
     text = np.frombuffer(ahead, np.int32)
     return num_common(text, np.asarray(token_ids[: len(text)]))
 

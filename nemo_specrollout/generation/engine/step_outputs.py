@@ -81,7 +81,7 @@ class _PausingMixin:
         return min(most_drafts, int(most_rows) // num_requests)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Takes over the new drafts as vLLM does, but of each request at most as many as the next engine step has room for.
+        """Takes over the new drafts as vLLM does, but only as many of each request as the next engine step has room for.
 
         vLLM calls this only for a scheduler that waits for the end of each engine step. Older versions always pass all drafts
         that a request may have.

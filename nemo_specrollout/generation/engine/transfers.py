@@ -119,7 +119,7 @@ class StageTimer:
         self._finished: list[tuple[Any, float]] = []
 
     def start(self) -> None:
-        """Starts a measurement."""
+        """Starts to measure the time. Call `stop` at the end of the part that is measured."""
         self._started = self._event() if self._is_cuda else time.perf_counter()
 
     def stop(self, tag: Any) -> None:

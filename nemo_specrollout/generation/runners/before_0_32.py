@@ -42,7 +42,7 @@ class Before032(RunnerFamily):
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether `verifier` is an extension that the method `verifier` returns."""
+        """Returns whether the runner's rejection sampler `verifier` is an extension that the method `verifier` returns."""
         return isinstance(verifier, _verifier_class())
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
@@ -73,8 +73,8 @@ def _verifier_class() -> type[Any]:
 class SwappingVerifier(rejection_sampler.RejectionSampler):
     """A rejection sampler that accepts a draft if and only if the policy samples the same token, for vLLM before 0.28.
 
-    vLLM's rejection sampler then has no method for the acceptance rule, so its function is replaced during each call. With an
-    `OlderRowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes the
+    These versions have no method for the acceptance rule. So during each call, vLLM's function for the rule is replaced. With
+    an `OlderRowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes the
     log-probs.
     """
 

@@ -15,8 +15,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 
 Settle = Callable[[str | None], None]
-"""Callback that receives the reason why the host must choose the drafts that are verified, or None if the device chooses them.
-Callback that receives the reason why the host must choose the drafts that are verified, or None if the device chooses them."""
+"""Callback that gets the reason why the host must choose the drafts that are verified, or None if the device chooses them."""
 
 
 class RunnerFamily(ABC):
@@ -27,7 +26,7 @@ class RunnerFamily(ABC):
 
     @abstractmethod
     def verify_names(self) -> None:
-        """Raises RuntimeError unless vLLM has all names that this package must override or set to keep tokens exact.
+        """Raises RuntimeError unless vLLM has all names that this package must override or set so that drafts change no token.
 
         Without this check, an override would silently have no effect if vLLM no longer calls a method of that name.
         """
@@ -37,7 +36,7 @@ class RunnerFamily(ABC):
         return self.row_sampler(native) if self.row_sampler.fits(native) else native
 
     def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether a runner's sampler is a row sampler, or is a sampler that the row sampler cannot replace."""
+        """Returns whether a runner's sampler is a row sampler, or one that the row sampler cannot replace."""
         return not self.row_sampler.fits(sampler)
 
     @abstractmethod

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets a head draft fewer tokens than the most, although vLLM's CUDA graph holds all positions after the first.
 
-This is so in vLLM 0.28 and later with most attention backends. vLLM replays that graph for every depth above one, so a smaller
-depth would save nothing. The depth is the number of tokens that are drafted for each request. Therefore this module captures
-additional graphs for a few depths.
+The depth is the number of tokens that are drafted for each request. In vLLM 0.28 and later, with most attention backends, one
+CUDA graph holds all positions after the first. vLLM replays it for every depth above one, so a smaller depth would save
+nothing. Therefore this module captures additional graphs for a few depths.
 
 All graphs share vLLM's pool of memory. So their activations need no more memory than those of the deepest graph, which vLLM
 has anyway. Only the graphs themselves need more, because each contains the launches of its kernels. With the default of 8
@@ -48,7 +48,7 @@ class GraphedDepth(DraftDepth):
             looping.capture = self._capture_all
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns draft tokens, int64 [B, K], and how many of each request's are new, which is at least `wanted`.
+        """Returns draft tokens, int64 [B, K], and how many of the K tokens of each request are new, at least `wanted`.
 
         They come from the smallest CUDA graph that drafts at least `wanted` tokens.
         """
@@ -100,7 +100,7 @@ class GraphedDepth(DraftDepth):
         self._depths = [next(depth for depth in captured if depth >= wanted) for wanted in range(self._most + 1)]
 
     def _capture_depth(self, depth: int) -> None:
-        """Captures CUDA graphs that draft `depth` positions, in the way in which vLLM captures those of all positions."""
+        """Captures CUDA graphs that draft `depth` positions, as vLLM captures those that draft all positions."""
         looping = self._speculator
         looping.on_multi_step_decode_begin(looping.max_num_reqs)
         getattr(looping, f"{_GRAPHS}{depth}").capture(

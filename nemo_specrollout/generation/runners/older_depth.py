@@ -24,7 +24,7 @@ class BlockDepth(DraftDepth):
     """
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns draft tokens of all positions, int64 [B, K], and how many of each request's count, which is `wanted`."""
+        """Returns draft tokens of all positions, int64 [B, K], and `wanted`, the number of each request's that count."""
         return self._propose(*inputs, **options), wanted
 
 
@@ -37,9 +37,9 @@ class FullDepth(DraftDepth):
         return int(self._speculator.num_speculative_steps)
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns draft tokens of all positions, int64 [B, K], and how many of each request's count.
+        """Returns draft tokens of all positions, int64 [B, K], and how many of each request's tokens count.
 
-        That is all of them, or 0 if `wanted` is 0.
+        All of them count, or none if `wanted` is 0.
         """
         return self._propose(*inputs, **options), self.least if wanted else 0
 

@@ -50,7 +50,7 @@ class OlderRowSampler(RowSampler):
         )
 
     def get_logprobs_dims(self, idx_mapping_np: np.ndarray, include_token_ids: bool = True) -> tuple[int, int] | None:
-        """Returns for how many of the best tokens, and for how many given tokens, log-probs are needed in an engine step.
+        """Returns how many log-probs an engine step needs for each row, for the best tokens and for tokens that requests name.
 
         Returns None if no request in the slots `idx_mapping_np` wants log-probs.
         """

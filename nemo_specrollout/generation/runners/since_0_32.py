@@ -32,7 +32,7 @@ class Since032(RunnerFamily):
         return EqualityVerifier(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether the verifier is an `EqualityVerifier`."""
+        """Returns whether the runner's rejection sampler `verifier` is an `EqualityVerifier`."""
         return isinstance(verifier, EqualityVerifier)
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
@@ -45,7 +45,10 @@ class Since032(RunnerFamily):
         return GraphedDepth(speculator) if is_looping else DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the device choose which drafts are verified, unless vLLM objects, perhaps only when the KV cache is made."""
+        """Lets the device choose which drafts are verified, unless vLLM objects.
+
+        It may be known only when the KV cache is made whether vLLM objects.
+        """
         install_budget(runner, router, settle, reason)
 
     def chooses_on_device(self, runner: Any) -> bool:

@@ -58,15 +58,15 @@ class HostBudget:
         self.foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:
-        """Starts to copy the acceptance rates of the latest drafts to the host. A GPU's are used one engine step later."""
+        """Starts to copy the acceptance rates of the latest drafts to the host. With a GPU, they are used one step later."""
         self._known_rates.refresh()
 
     def trimmed(self, scheduled: Any) -> Any:
         """Returns a copy of the scheduler's output without the drafts that this engine step should not verify.
 
         The original `scheduled` stays unchanged, because the scheduler reads it later. It is returned itself if no draft is
-        removed. No draft may be removed in two cases. In a step with structured output, the scheduler has made a mask for each
-        draft. If vLLM returns the experts of each row, all rows must stay in their places.
+        removed. With structured output no draft may be removed, because the scheduler has made a mask for each of them. The
+        same holds if vLLM returns the experts of each row, because then all rows must stay in their places.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:

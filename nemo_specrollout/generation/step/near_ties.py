@@ -159,9 +159,10 @@ class NearTies:
             del self._left[next(iter(self._left))]
 
     def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns those near-ties of the requests with these names, by name, that were not taken before. Forgets them.
+        """Returns the near-ties of the requests with these names, by name, and forgets that it has them.
 
-        `lengths_S` is as for `close`. Unknown names are left out of the result. The call waits for the device.
+        Near-ties that were taken before are left out, and so are unknown names. `lengths_S` is as for `close`. The call waits
+        for the device.
         """
         with gpu_sync_allowed():
             found = self._of_live([name for name in names if name in self._live], lengths_S)
@@ -172,7 +173,7 @@ class NearTies:
         return found
 
     def _of_live(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns those near-ties of requests that still have slots, by name, that were not taken before."""
+        """Returns the near-ties of requests that still have slots, by name. Those that were taken before are left out."""
         if not names:
             return {}
         lengths = lengths_S.tolist()
@@ -192,7 +193,10 @@ class NearTies:
         return found
 
     def forget(self, lengths_S: torch.Tensor) -> None:
-        """Forgets all near-ties up to now. `lengths_S` is as for `close`. The call waits for the device."""
+        """Forgets all near-ties up to now. Waits for the device.
+
+        `lengths_S` has the number of tokens of the text in each slot, int32, on the device.
+        """
         self._left.clear()
         lengths = lengths_S.tolist() if self._live else []
         for live in self._live.values():

@@ -38,9 +38,10 @@ def _temperature_of(row, slots_ptr, temperature_ptr):  # type: ignore[no-untyped
 
 @triton.jit
 def _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prepares the counters for row number `row` and for request number `row`, and writes this number to the request's rows.
+    """Sets the counters of row number `row` and of request number `row` to 0, and marks the rows of this request.
 
-    There are at least as many rows as requests, so the programs of all rows together cover all requests.
+    The mark of a row is the number of its request. There are at least as many rows as requests, so the programs of all rows
+    reach all requests.
     """
     num_rows = tl.num_programs(0)
     tl.store(marks_ptr + row, 0)

@@ -44,7 +44,8 @@ class TieTables(NamedTuple):
     """Score gaps and second-best tokens of early requests, by request slot (S) and token position (L)."""
 
     gap_SL: torch.Tensor
-    """The best score minus the second-best score with which the token at each position was sampled, float32."""
+    """Score gap of the token at each position, float32. It is the best score minus the second-best score when the token was
+    sampled."""
     runner_up_SL: torch.Tensor
     """Token that had the second-best score at each position, int32."""
     wanted_S: torch.Tensor

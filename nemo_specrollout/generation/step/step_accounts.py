@@ -19,15 +19,15 @@ from nemo_specrollout.speculation.step_model import StepModel, is_due
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 AGREED_STEPS = 16
-"""Number of engine steps after which all tensor-parallel ranks take over the costs of the first rank again."""
+"""Number of engine steps after which all tensor-parallel ranks again take over the predicted step times of the first rank."""
 RESTED_STEPS = 4
 """While the drafters rest, the step model learns from only one in this many engine steps, to save time."""
 
 
 class StepAccounts:
-    """Records engine steps, learns how many seconds they take, and tells these costs to the `SpeculationPolicy`.
+    """Records engine steps, learns how many seconds they take, and passes this knowledge to the `SpeculationPolicy`.
 
-    Owns the engine's trace and its step model. All tensor-parallel ranks use the costs of the first one.
+    Owns the engine's trace of steps and its step model. All tensor-parallel ranks use the predictions of the first one.
     """
 
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:

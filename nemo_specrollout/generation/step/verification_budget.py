@@ -76,7 +76,10 @@ class VerificationBudget(AdaptiveVerificationManager):
         """Does nothing, because the draft board has already written the acceptance rates and counted them for the host."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Decides how many drafts an engine step verifies. Returns the number of tokens in its forward pass with them."""
+        """Decides how many drafts an engine step verifies. Returns the number of tokens in its forward pass.
+
+        The forward pass reads the verified drafts and all other scheduled tokens.
+        """
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
         # A chunk of logits may have fewer rows than there are requests. Then there is no room for drafts.
@@ -109,10 +112,10 @@ def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | Non
 
 @contextmanager
 def _questions_to_vllm() -> Iterator[list[str]]:
-    """Yields a list of vLLM's reasons against letting the device choose the drafts. vLLM must make a KV cache in this context.
+    """Collects vLLM's reasons against letting the device choose the drafts, while vLLM makes a KV cache in this context.
 
-    Without this context, such a reason would end the engine. If there are no CUDA graphs, vLLM does not ask its attention
-    backends. So they are asked here.
+    Yields the list of reasons. Without this context, such a reason would end the engine. If there are no CUDA graphs, vLLM
+    does not ask its attention backends, so this context asks them.
     """
     create = _runner_module.maybe_create_adaptive_verification_manager
     refusals = list[str]()
