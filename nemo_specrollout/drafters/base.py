@@ -59,8 +59,9 @@ NOT_FOLLOWED = -1
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Acceptance rate that is assumed for each evidence level before any draft token of that level was judged.
 
-An evidence level is a drafter's grade for a draft token. A drafter with a context index computes it as 4 * (grade for the
-length of the context) + (grade for the token's share among all tokens that followed the context)."""
+An evidence level is a drafter's grade for a draft token. A drafter with a context index computes it from two other grades as 4
+* g + h. The grade g is for the length of the context, and h is for the token's share among all tokens that followed the
+context."""
 NUM_LEVELS = len(LEVEL_PRIORS)
 """Number of evidence levels, which are the grades that a drafter can give a draft token."""
 SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
@@ -106,8 +107,8 @@ TRACED_STEPS = 1 << 16
 MOST_LOOKED_UP = 64
 """Largest number of positions of a draft for which a context index looks up tokens. It looks them up one after another."""
 FEW_LOOKED_UP = 32
-"""Number of positions that a context index looks up if drafts may be longer than `MOST_LOOKED_UP`, as they may with texts made
-ahead. The number is small because the kernel needs registers for each possible position of a draft."""
+"""Number of positions that a context index looks up if drafts may be longer than `MOST_LOOKED_UP`. With texts made ahead they
+may be much longer. The number is small because the kernel needs registers for each possible position of a draft."""
 
 
 def num_looked_up(num_positions: int) -> int:

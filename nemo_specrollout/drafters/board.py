@@ -111,7 +111,7 @@ class Tables(NamedTuple):
     1. Its y is the number of hits divided by the number of predicted hits, minus 1. The weight w is the number of predicted
     hits. The columns are the sums of w * x * y and of w * x * x."""
     calibration_D2: torch.Tensor
-    """How many of each drafter's verified draft tokens were accepted, and how many of them were predicted to be. Fewer are
+    """How many of each drafter's verified draft tokens were accepted, and how many were predicted to be accepted. Fewer are
     accepted than predicted. The board chooses the proposal that looks best, and this is often one whose rates were estimated
     too high (winner's curse)."""
     alone_2: torch.Tensor

@@ -40,10 +40,10 @@ class Sums(NamedTuple):
     steps_D2: Any
     """Number of verified and of accepted draft tokens of each drafter, int32."""
     finished: Any
-    """Number of programs that have finished, int32."""
+    """Number of programs of the present launch that have finished, int32."""
     weight_BW: Any
-    """What each entry of the batch adds to `factor_weight_D2`, then to `calibration_D2`, then to `alone_2`, float32. It adds 0
-    if it has no request."""
+    """What each entry of the batch adds to `factor_weight_D2`, then to `calibration_D2`, then to `alone_2`, float32. An entry
+    without a request adds 0."""
 
 
 @triton.jit

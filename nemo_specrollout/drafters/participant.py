@@ -77,7 +77,7 @@ class Drafter(Participant):
     `launch`."""
 
     def lookup(self, drafter: int) -> Lookup | None:
-        """Returns the context index of the drafter, which the draft board's kernels update and from which they propose.
+        """Returns the drafter's context index, if it has one. The draft board's kernels then update it and propose from it.
 
         `drafter` is the drafter's number on the board. Returns None for a drafter that proposes by its method `propose`.
         """

@@ -13,8 +13,8 @@ from nemo_specrollout.generation.warm_start import Learning, WarmStart
 class Kept:
     """Writes files that later starts and other engines read, and takes over what such files already contain.
 
-    There are two kinds of them, and an engine may have both, one or none. `warm_start` keeps acceptance rates and times of
-    engine steps, and `history` keeps responses.
+    `warm_start` keeps acceptance rates and times of engine steps, and `history` keeps responses. An engine may have both of
+    them, one or none.
     """
 
     def __init__(self, warm_start: WarmStart | None = None, history: HistoryDrafter | None = None) -> None:

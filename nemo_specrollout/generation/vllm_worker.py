@@ -117,7 +117,7 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_samples = self._sample_stats_log()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM allocate the KV cache. Raises RuntimeError if any code but ours would sample, verify or draft."""
+        """Lets vLLM allocate the KV cache. Raises RuntimeError unless this package will sample, verify and draft."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         self._verify_in_force()
 
@@ -170,7 +170,7 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_host_budget = HostBudget(self.model_runner, self.specrollout_router) if reason else None
 
     def _verify_in_force(self) -> None:
-        """Raises RuntimeError if any code but this package's would sample, verify or draft in this engine."""
+        """Raises RuntimeError unless this package will sample, verify and draft in this engine."""
         runner = self.model_runner
         router = self.specrollout_router
         config = self.specrollout_config
@@ -346,7 +346,7 @@ class VllmWorkerMixin(WorkerCalls):
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, from the canary of the draft head and about problems with kept files."""
+        """Returns the alarms of the draft head's canary, and the problems with kept files, since the last call."""
         return ([] if self._monitor is None else self._monitor.take_alarms()) + self.specrollout_kept.take_alarms()
 
     def specrollout_keep_learned(self) -> None:

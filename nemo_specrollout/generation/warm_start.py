@@ -121,7 +121,7 @@ class WarmStart:
             self._file.settle()
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns a list with the problem of the file since the last call, as a dict, or an empty list if there was none."""
+        """Returns the problem with the engine's file since the last call, as a list of at most one dict."""
         problem = None if self._file is None else self._file.take_problem()
         return [] if problem is None else [{"sentence": problem}]
 

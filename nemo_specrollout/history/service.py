@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     group: int
     """Hash of the text's prompt, which is the same for all samples of the prompt."""
     num_context: int
-    """Number of tokens at the beginning that only serve as contexts. They belong to the prompt or to the piece before."""
+    """Number of tokens at the beginning that only serve as contexts. They belong to the prompt or to the previous piece."""
     tokens: np.ndarray
     """Token ids, int32. A piece without tokens tells the drafter that the index already knows texts of the group."""
 

@@ -62,7 +62,7 @@ class DraftRouter:
     def __init__(
         self, config: SpecrolloutConfig, runner: Any, depth_of: Callable[[Any], DraftDepth] = DraftDepth
     ) -> None:
-        """`runner` is vLLM's model runner. `depth_of` wraps its speculator, so that a number of drafts can be asked for."""
+        """`runner` is vLLM's model runner. `depth_of` returns the object that asks its speculator for a number of drafts."""
         self._depth_of = depth_of
         self._states = runner.req_states
         self._device = runner.device
@@ -87,7 +87,7 @@ class DraftRouter:
         self.head: HeadService | None = None
         self.monitor: HeadMonitor | None = None
         self.capture: FeatureCapture | None = None
-        """Captures features for the training of a head. None if the block asks for none, and on ranks other than the output
+        """Captures features for the training of a head. None if no features are wanted, and on ranks other than the output
         rank."""
         self._observers: list[Participant] = []
         drafters = [self._build(drafter, config, runner) for drafter in config.drafters]
@@ -189,7 +189,7 @@ class DraftRouter:
             self._graphs = graphs if graphs.capture() else None
 
     def _parts(self, max_new: int) -> dict[str, Part]:
-        """Returns the parts of drafting that CUDA graphs replay, by name.
+        """Returns the functions that launch the parts of drafting which CUDA graphs replay, by name.
 
         A graph cannot record drafters that are not `is_recordable`. If there are any, drafting has two parts, and these
         drafters propose between them. `max_new` is the largest number of new tokens of a text that a graph can read.

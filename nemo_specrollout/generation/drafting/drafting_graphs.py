@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of drafting, which replace the many launches of an engine step's drafting by a single call.
 
-Launching one of our kernels from Python takes 65 to 170 us of the host on the machines that were measured, because the kernels
-take some fifty tensors, which Triton inspects one by one. In a graph the same kernels take 5 to 30 us of the GPU, and the host
-makes one call for all of them (docs/developing/step-costs.md).
+On the machines that were measured, the host needs 65 to 170 us to launch one of this package's kernels from Python. Triton
+inspects each of a kernel's arguments, which are some fifty tensors. In a graph the same kernels take 5 to 30 us of the GPU,
+and the host makes one call for all of them (docs/developing/step-costs.md).
 
 A graph reads the same memory in each replay. So everything that changes between engine steps is first written to buffers. A
 graph serves all batches up to its size. Its surplus entries have no request, and the kernels skip them.
@@ -34,9 +34,9 @@ class StepInputs(NamedTuple):
 
     texts: Texts
     num_sampled_B: torch.Tensor
-    """Number of tokens that were sampled for each request, int32. It is undefined in an entry without a request."""
+    """Number of tokens that were sampled for each request, int32. In an entry without a request it is undefined."""
     num_rejected_B: torch.Tensor
-    """Number of drafts that were rejected of each request, int32. It is undefined in an entry without a request."""
+    """Number of each request's drafts that were rejected, int32. In an entry without a request it is undefined."""
     step: torch.Tensor
     """Number of the engine step modulo `TRACED_STEPS`, int32 [1]."""
     most_drafts: torch.Tensor

@@ -93,7 +93,7 @@ class _Copied:
         return [one.text(row[one.first - self.base : max(length - self.base, 0)]) for one, row, length in rows]
 
     def whole(self) -> list[Text]:
-        """Waits for the copies. Returns the texts to keep, for requests whose responses have all ended."""
+        """Waits for the copies. Returns the texts that are long enough to keep. All of their requests must have ended."""
         return [text for text, _ in self.texts() if text is not None]
 
 
@@ -179,8 +179,8 @@ class HistoryDrafter(Drafter):
     def end_rollout(self) -> None:
         """Keeps the responses of requests that have ended, but whose slots vLLM has not freed yet.
 
-        vLLM frees the slots of the last requests only in the next engine step, which may never come. The call waits for the
-        device, which is idle at the end of a rollout, but not for the disk.
+        The last requests of a rollout keep their slots until the next engine step, which may never come. The call waits for
+        the device, which is idle at the end of a rollout, but not for the disk.
         """
         with gpu_sync_allowed():
             self._keep_ended([slot for slot in self._open if slot not in self._kept])
@@ -254,7 +254,7 @@ class HistoryDrafter(Drafter):
     def _copies(self, slots: Sequence[int]) -> Iterator[tuple[_Copied, Sequence[int]]]:
         """Starts to copy the texts in `slots` to the host, at most `COPIED` at a time. Yields each copy and the slots in it.
 
-        All texts of a copy begin at the same index, which is the smallest from which one of them is kept.
+        All texts of a copy begin at the same index, which is the smallest `first` of its requests.
         """
         states = self._states
         is_cuda = self._device.type == "cuda"

@@ -142,7 +142,7 @@ class ModelDrafter(Drafter):
         self._step = step
 
     def propose(self, texts: Texts, out: Proposals) -> None:
-        """Lets the speculator draft as many tokens as were planned, or only read the new tokens if that number is 0."""
+        """Lets the speculator draft the planned number of tokens. If that is 0, the speculator only reads the new tokens."""
         inputs = self._step.inputs
         batch, _, _, _, _, num_sampled_B, *_ = inputs
         found_B = out.found_B

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the noise of the installed vLLM for this package's GPU kernels, by calling vLLM's own functions.
 
-Devices compute logarithms differently. With vLLM's functions, our kernels get the same bits as vLLM's on each device. Since
-0.31 vLLM hashes seed, position and token with MurmurHash3. Older versions use Philox twice, first to draw a seed for the
-position, and then to draw a number for the token.
+Devices compute logarithms differently. Because this package calls vLLM's functions, its kernels get the same bits as vLLM's
+kernels on each device. Since 0.31 vLLM hashes seed, position and token with MurmurHash3. Older versions use Philox twice,
+first to draw a seed for the position, and then to draw a number for the token.
 """
 
 import triton

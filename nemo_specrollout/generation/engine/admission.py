@@ -29,10 +29,10 @@ _END_TOKENS = 8
 
 
 def check_params(params: Any) -> None:
-    """Raises ValueError, with field, value and fix, for sampling parameters that an engine with our worker cannot serve.
+    """Raises ValueError, with field, value and fix, for sampling parameters that this package's engines cannot serve.
 
-    These are identities that are malformed or missing (`check_request`), and lists that are too long for the V2 model runner.
-    vLLM itself would notice such a list only in the middle of an engine step.
+    An identity may be malformed or missing (`check_request`), or a list may be too long for the V2 model runner. vLLM itself
+    would notice such a list only in the middle of an engine step.
     """
     check_request(params)
     lists = [

@@ -87,8 +87,8 @@ def begun_again(
 
     The request has generated the tokens `made`, and has carried `text` and `branches` until now. A path is `text` or one of
     the branches as a whole text. The new text is `made`, continued by the rest of that path which agrees with `made` longest.
-    The other paths become branches, which begin where they differ from the new text. There are at most as many branches as
-    before. If there are more, those that differ last are kept.
+    The other paths become branches, which begin where they differ from the new text. At most `len(branches)` of them are kept,
+    which are those that differ last.
     """
     paths = paths_of(text, branches)
     own = np.array(made, np.int32)

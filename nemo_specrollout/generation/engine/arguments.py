@@ -70,7 +70,7 @@ class VllmAbilities:
     chooses_on_device: bool = True
     """Whether vLLM can choose on the device which drafts an engine step verifies."""
     keeps_last_block: bool = True
-    """Whether vLLM can reuse the last block of a cached prompt although a draft head drafts."""
+    """Whether vLLM can reuse the last block of a cached prompt even if a draft head drafts."""
     checks_requests: bool = True
     """Whether vLLM lets logits processors check each request with the V2 model runner."""
     default_tokens: int = 2048
@@ -101,10 +101,10 @@ def with_specrollout(
     device: str,
     abilities: VllmAbilities = NEWEST_VLLM,
 ) -> dict[str, Any]:
-    """Returns a copy of `vllm_kwargs` that puts the block into effect. It is an unchanged copy if the block is disabled.
+    """Returns a copy of `vllm_kwargs` that puts the block, which is this package's configuration, into effect.
 
-    If the block names no drafters, or if the user gives a `speculative_config`, only the sampler is replaced. `device` is the
-    type of vLLM's device, such as `cuda`.
+    The copy is unchanged if the block is disabled. If the block names no drafters, or if the user gives a
+    `speculative_config`, only the sampler is replaced. `device` is the type of vLLM's device, such as `cuda`.
 
     Raises ValueError if the user's arguments contradict the block.
     """
@@ -194,7 +194,8 @@ def added_graphs(
 ) -> list[int]:
     """Returns the row counts of CUDA graphs that are captured in addition to vLLM's own, for engine steps with many drafts.
 
-    The list is empty if the host chooses the drafts that are verified, or if CUDA graphs do not hold whole engine steps.
+    The list is empty if the host chooses the drafts that are verified. It is also empty if vLLM makes no CUDA graphs of whole
+    engine steps.
     """
     block = block.with_own_drafters
     if not block.enabled or not block.drafters or not _has_full_graphs(arguments):
@@ -256,11 +257,11 @@ def _draft_rows(arguments: Mapping[str, Any], block: SpecrolloutConfig, abilitie
 
 
 def _make_room_for_drafts(arguments: dict[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> None:
-    """Raises vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
+    """Increases vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
 
-    vLLM schedules a row for each draft that a request may have, before the drafts that do not pay are left out. With the
-    raised value, an engine step has as much room for prompts as without drafts. Raises ValueError if the user has set a value
-    that is too small for the drafts.
+    vLLM first schedules a row for each draft that a request may have, and only then leaves out the drafts that do not pay.
+    With the larger value, an engine step has as much room for prompts as without drafts. Raises ValueError if the user has set
+    a value that is too small for the drafts.
     """
     num_drafts = _draft_rows(arguments, block, abilities)
     given = arguments.get("max_num_batched_tokens")

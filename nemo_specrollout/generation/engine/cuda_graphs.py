@@ -26,7 +26,7 @@ applies."""
 _ALIGNED = 16
 """The number of rows of every graph is a multiple of this, so that tensor-parallel ranks can divide them evenly."""
 _USERS_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-"""Settings by which a user chooses the sizes of graphs, in vLLM's `compilation_config` or among its arguments."""
+"""Settings by which a user chooses the sizes of graphs. They may be in `compilation_config` or among vLLM's arguments."""
 
 
 def larger_graphs(

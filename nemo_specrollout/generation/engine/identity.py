@@ -35,8 +35,8 @@ class GivenIdentity:
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     prompt_length: int | None = None
-    """Number of tokens at the beginning of the prompt that all samples of a group share. If it exceeds the prompt's length,
-    all of the prompt's tokens are shared."""
+    """Number of tokens at the beginning of the prompt that determine the request's group. Requests with the same ones are a
+    group. If the number exceeds the prompt's length, all of the prompt's tokens count."""
     engine_seed: int | None = None
     """Takes the place of the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
@@ -107,7 +107,7 @@ def check_request(params: Any) -> GivenIdentity:
     """Returns what a request says about itself in vLLM's sampling parameters `params`.
 
     Raises ValueError, with field, value and fix, for a request that an engine could not sample reproducibly. Such a request
-    has a malformed field, or nothing that determines its noise, or its `n` samples would all be equal.
+    has a malformed field, or it has nothing that determines its noise, or it asks for `n` samples that would all be equal.
     """
     given = given_identity(params)
     check_seed(params)

@@ -6,7 +6,7 @@ pass a method of one of these classes, such as `WorkerCalls.specrollout_totals`.
 method that answers, and the type checker compares the arguments. The class that answers derives from one of these classes and
 defines its methods.
 
-Every name begins with `specrollout_`, because the methods live in classes of NeMo-RL and vLLM beside their own methods.
+Every name begins with `specrollout_`, because the methods are added to classes of NeMo-RL and vLLM, which have methods too.
 """
 
 from collections.abc import Awaitable
@@ -37,7 +37,7 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, from the canary of the draft head and about problems with kept files."""
+        """Returns the alarms of the draft head's canary, and the problems with kept files, since the last call."""
         raise NotImplementedError
 
     def specrollout_keep_learned(self) -> None:

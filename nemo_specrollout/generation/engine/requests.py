@@ -65,14 +65,15 @@ class ShardRequest:
     prompt_index: int
     """Number that is the same for all samples of one prompt."""
     home: tuple[int, int]
-    """Number of the engine that got the request from NeMo-RL, and index of the request in that engine."""
+    """Number of the engine that received the request from NeMo-RL, and index of the request in that engine."""
     params: bytes
     """vLLM's `SamplingParams`, including the seed, encoded as msgpack. So a process that only passes the request on need not
     import vLLM."""
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, which another engine has sampled."""
     num_ahead: int = 0
-    """Number of tokens of the text that was made ahead for the request. The response will probably be at least as long."""
+    """Number of tokens of the text that was made ahead for the request. The real response will probably be at least as
+    long."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class NewRequest:
 
     @classmethod
     def from_vllm(cls, new: Any, identity: RequestIdentity, slot: int, max_model_len: int) -> "NewRequest":
-        """Returns the record for vLLM's `NewRequestData` of a request that has got this slot."""
+        """Returns the record for the request in vLLM's `NewRequestData`, which has been given request slot `slot`."""
         params = new.sampling_params
         prompt_length = len(new.prefill_token_ids if new.prompt_token_ids is None else new.prompt_token_ids)
         limit = min(max_model_len, prompt_length + params.max_tokens)

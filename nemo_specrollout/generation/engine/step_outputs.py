@@ -83,8 +83,8 @@ class _PausingMixin:
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Takes over the new drafts as vLLM does, but only as many of each request as the next engine step has room for.
 
-        vLLM calls this only for a scheduler that waits for the end of each engine step. Older versions always pass all drafts
-        that a request may have.
+        vLLM calls this only for a scheduler that waits for the end of each engine step. Older versions of vLLM pass all drafts
+        that a request may have, even if there is no room for them.
         """
         most = self._drafts_of_each(self.num_spec_tokens)
         draft_token_ids.draft_token_ids = [tokens[:most] for tokens in draft_token_ids.draft_token_ids]

@@ -67,9 +67,10 @@ def refused_as_by_vllm() -> Iterator[None]:
 
 
 class RolloutSamplingParams(SamplingParams):
-    """vLLM's `SamplingParams` for an engine with our sampler, which allows min-p and logit bias together with drafts.
+    """vLLM's `SamplingParams`, which here allow min-p and logit bias together with drafts.
 
-    vLLM calls the checks of these parameters before it admits a request. So every version of vLLM refuses a bad request.
+    This package's sampler supports that, and vLLM's own does not. vLLM calls the checks of these parameters before it admits a
+    request. So every version of vLLM refuses a bad request.
     """
 
     @classmethod

@@ -46,7 +46,7 @@ class Before032(RunnerFamily):
         return isinstance(verifier, _verifier_class())
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns an object that asks a speculator for any number of drafts, although its `propose` takes no such number."""
+        """Returns an object that makes a speculator draft a given number of tokens, which its `propose` does not take."""
         return older_depth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:

@@ -55,7 +55,7 @@ class RunnerFamily(ABC):
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
         """Makes a model runner verify as many drafts as the `SpeculationPolicy` decides. Call it before the KV cache is made.
 
-        `settle` is called as soon as it is known whether the host or the device chooses which drafts are verified. `reason`
+        Either the host or the device chooses which drafts are verified. `settle` is called as soon as this is known. `reason`
         says why the host must choose them, or is None if no such reason is known yet.
         """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a head draft fewer tokens than the most, although vLLM's CUDA graph holds all positions after the first.
+"""Lets a draft head draft fewer tokens than its maximum, although one CUDA graph of vLLM drafts almost all of them.
 
 The depth is the number of tokens that are drafted for each request. In vLLM 0.28 and later, with most attention backends, one
 CUDA graph holds all positions after the first. vLLM replays it for every depth above one, so a smaller depth would save
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 _GRAPHS = "specrollout_decode_graphs_"
 """Prefix of the attributes that hold the graphs of each depth. vLLM recognizes attributes with graphs by their names."""
 _IS_FUSED = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
-"""Names that a speculator's attribute has in different versions. It is true if a graph holds all positions after the first."""
+"""Names that one attribute of a speculator has in different versions of vLLM. The attribute is true if a graph holds all
+positions after the first."""
 
 
 class GraphedDepth(DraftDepth):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a speculator of vLLM before 0.32 for a given number of drafts, although its `propose` takes no such number.
+"""Makes a speculator of vLLM before 0.32 draft a given number of tokens, although its `propose` takes no such number.
 
-That number is called the depth. A speculator that drafts one position after another loops up to a number in one of its
-attributes. This module sets that attribute in each engine step.
+That number is called the depth. A speculator that drafts one position after another reads the number of positions from an
+attribute. This module sets that attribute in each engine step.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -18,9 +18,9 @@ from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
 
 
 class BlockDepth(DraftDepth):
-    """Asks a DFlash or DSpark speculator before 0.32 for all positions, of which only as many count as are wanted.
+    """Makes a DFlash or DSpark speculator before 0.32 draft all positions, and uses only the wanted number of them.
 
-    Such a speculator drafts all positions in one pass, so fewer would save nothing.
+    Such a speculator drafts all positions in one pass, so drafting fewer would save nothing.
     """
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
@@ -29,7 +29,7 @@ class BlockDepth(DraftDepth):
 
 
 class FullDepth(DraftDepth):
-    """Asks any other speculator before 0.32 for all positions or for none. An example is one with several MTP modules."""
+    """Makes any other speculator before 0.32 draft all positions or none. An example is one with several MTP modules."""
 
     @property
     def least(self) -> int:
@@ -45,10 +45,10 @@ class FullDepth(DraftDepth):
 
 
 class LoopDepth(GraphedDepth):
-    """Asks a speculator before 0.32 that drafts one position after another to stop after a given number of positions.
+    """Makes a speculator before 0.32 draft only a given number of positions, if it drafts one after another.
 
-    Between engine steps the speculator is set to all positions, because vLLM profiles it and captures its CUDA graphs like
-    that.
+    Between engine steps the speculator's number of positions is the largest, because vLLM needs that when it profiles the
+    speculator and captures its CUDA graphs.
     """
 
     def __init__(self, looping: Any) -> None:
@@ -81,7 +81,7 @@ class LoopDepth(GraphedDepth):
 
 
 def older_depth(speculator: Any) -> DraftDepth:
-    """Returns the object that asks this speculator of vLLM before 0.32 for any number of drafts."""
+    """Returns the object that makes this speculator of vLLM before 0.32 draft a given number of tokens."""
     if isinstance(speculator, DFlashSpeculator):
         return BlockDepth(speculator)
     return LoopDepth(speculator) if hasattr(speculator, "_multi_step_decode") else FullDepth(speculator)

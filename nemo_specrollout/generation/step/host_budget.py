@@ -26,13 +26,13 @@ class HostBudget:
     The `SpeculationPolicy` decides how many drafts the step verifies, and this class chooses the ones that are most probably
     accepted. The scheduler treats removed drafts as rejected. Draft tokens stay on the device.
 
-    The host decides on an engine step while the device still computes the step before, at whose end the drafts are made. So
-    the acceptance rates that the host knows without waiting are one step old. `Foresight` estimates from them how good the
-    present drafts are. On a CPU, which has no queue of work, the rates are those of the present drafts.
+    The host decides on an engine step while the device still computes the previous one. The drafts are made only at the end of
+    the previous step. So the acceptance rates that the host knows without waiting are one step old. `Foresight` estimates from
+    them how good the present drafts are. On a CPU, which has no queue of work, the rates are those of the present drafts.
 
     All tensor-parallel ranks must remove the same drafts. They do so without messages, because all of them decide from the
-    same values. These are the rates and the histogram of survival of the first rank (`copy_first_rank`), and its costs
-    (`agreed`). No decision depends on a clock.
+    same values. All ranks have the acceptance rates and the histogram of survival of the first rank (`copy_first_rank`), and
+    its step times (`agreed`). No decision depends on a clock.
     """
 
     def __init__(self, runner: Any, router: Any) -> None:
@@ -65,8 +65,8 @@ class HostBudget:
         """Returns a copy of the scheduler's output without the drafts that this engine step should not verify.
 
         The original `scheduled` stays unchanged, because the scheduler reads it later. It is returned itself if no draft is
-        removed. With structured output no draft may be removed, because the scheduler has made a mask for each of them. The
-        same holds if vLLM returns the experts of each row, because then all rows must stay in their places.
+        removed. With structured output no draft may be removed, because the scheduler has made a mask for each of them. If
+        vLLM returns the experts of each row, no draft may be removed either, because all rows must stay in their places.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:

@@ -88,8 +88,8 @@ class _Left:
 class NearTies:
     """Keeps the score gap and the runner-up of each token that is sampled for a request whose identity has `ties`.
 
-    Owns a table of score gaps and a table of runners-up, each with 4 bytes per slot and position, and the near-ties of
-    requests that have left their slots. An engine step in which no request asks for near-ties launches nothing extra. No
+    Owns a table of score gaps and a table of runners-up, each with 4 bytes per slot and position. It also owns the near-ties
+    of requests that have left their slots. An engine step in which no request asks for near-ties launches nothing extra. No
     engine step waits for the device, because the near-ties of a leaving request are copied while further steps run.
     """
 
@@ -159,10 +159,9 @@ class NearTies:
             del self._left[next(iter(self._left))]
 
     def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns the near-ties of the requests with these names, by name, and forgets that it has them.
+        """Returns the near-ties of the requests with these names, by name. Each near-tie is returned only once.
 
-        Near-ties that were taken before are left out, and so are unknown names. `lengths_S` is as for `close`. The call waits
-        for the device.
+        Unknown names are left out of the result. `lengths_S` is as for `close`. The call waits for the device.
         """
         with gpu_sync_allowed():
             found = self._of_live([name for name in names if name in self._live], lengths_S)
@@ -173,7 +172,7 @@ class NearTies:
         return found
 
     def _of_live(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns the near-ties of requests that still have slots, by name. Those that were taken before are left out."""
+        """Returns the near-ties of requests that still have slots, by name. Each near-tie is returned only once."""
         if not names:
             return {}
         lengths = lengths_S.tolist()

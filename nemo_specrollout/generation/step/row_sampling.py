@@ -48,8 +48,8 @@ def draw_rows(
 class RowSampler(Sampler):
     """vLLM's sampler, in which `draw_rows` replaces vLLM's kernels.
 
-    It takes over the state of a sampler of vLLM, which must not be used afterwards. vLLM's code still handles the rare
-    requests that want log-probs of other tokens than the sampled ones.
+    It takes over the state of vLLM's own sampler, and that sampler must not be used afterwards. vLLM's code still handles the
+    rare requests that want log-probs of other tokens than the sampled ones.
     """
 
     near_ties: NearTies | None = None
@@ -169,9 +169,9 @@ class RowSampler(Sampler):
     ) -> Drawn:
         """Samples the rows of an engine step, and accepts those of its `drafts` that equal the sampled tokens.
 
-        Most arguments are as for vLLM's `apply_sampling_params`. Only `input_ids` is a function, which returns the tokens that
-        the rows have read. vLLM processes the logits only if a request of the batch has other sampling parameters than a
-        temperature. The function is called only in such an engine step, so other steps need not gather the tokens.
+        Most arguments are as for vLLM's `apply_sampling_params`. Only `input_ids` is a function. It returns the tokens that
+        the rows have read. They are needed only if a request of the batch has other sampling parameters than a temperature.
+        Other engine steps save the time to gather these tokens.
         """
         sampling = self.sampling_states
         graded = None

@@ -42,7 +42,7 @@ class StepAccounts:
         self._most_requests = runner.max_num_reqs
         self._states = runner.req_states
         self._context = 0.0
-        """Mean number of tokens in the contexts of the latest engine step's requests."""
+        """Mean context length of the requests of the latest engine step, in tokens."""
         self._context_sums = np.zeros(2)
         """Number of requests, and number of tokens in their contexts, both summed over the engine steps since the last call of
         `totals`."""

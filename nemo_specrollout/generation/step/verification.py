@@ -19,7 +19,7 @@ from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn
 
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
-    """vLLM's rejection sampler, but a draft is accepted if and only if the policy samples the same token.
+    """vLLM's rejection sampler with this package's rule. It accepts a draft if and only if the policy samples the same token.
 
     With a `RowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes the
     log-probs. A token's log-prob comes from the row that sampled it. vLLM still splits rows into chunks and counts rejected

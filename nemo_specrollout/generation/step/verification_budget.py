@@ -48,8 +48,8 @@ class VerificationBudget(AdaptiveVerificationManager):
         """Compiles vLLM's function that chooses the best drafts, so that it is not compiled in an engine step.
 
         torch.compile makes separate variants for one and for several requests, and for keeping one draft and several drafts.
-        The calls here cover all variants. Some sizes are equal in these calls only by chance, and torch.compile must not
-        conclude that they are always equal.
+        This method calls the function so that all variants are compiled. Some sizes are equal in these calls only by chance,
+        and torch.compile must not conclude that they are always equal.
         """
         device = self._confidence_probs.device
         width = self.num_speculative_steps
