@@ -83,8 +83,8 @@ EVIDENCE_WINDOW = 512.0
 REQUEST_DECAY = 0.94
 """Each new draft token of a request multiplies the weight of the request's earlier draft tokens by this number."""
 FACTOR_WEIGHT_DECAY = 0.998
-"""Each engine step multiplies the sums in `Tables.factor_weight_D2` by this number. They tell how well the factors of requests
-have predicted accepted drafts."""
+"""Each engine step multiplies the sums in `Tables.factor_weight_D2` by this number. These sums tell how well the factors of
+requests have predicted right drafts."""
 PRIOR_STRENGTH = 4.0
 """An assumed acceptance rate counts as much as this number of observed draft tokens."""
 MAX_RATE = 0.99
@@ -95,8 +95,8 @@ It applies to tokens that cost more than they win, so that even these tokens can
 LEAST_PRICE = 1e-9
 """A row counts as free if its price in tokens is below this number."""
 CALIBRATION_DECAY = 0.98
-"""Each engine step multiplies the sums in `Tables.calibration_D2` by this number. They compare how many draft tokens were
-accepted with how many were predicted."""
+"""Each engine step multiplies the sums in `Tables.calibration_D2` by this number. These sums compare how many draft tokens
+were accepted with how many were predicted to be accepted."""
 NUM_BINS = 128
 """Number of equally wide bins of a histogram of survival. Survival is the probability that a draft token and all draft tokens
 before it are accepted."""

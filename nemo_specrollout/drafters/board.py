@@ -102,20 +102,22 @@ class Tables(NamedTuple):
     alone_rate_S: torch.Tensor
     """Estimated acceptance rate of the token in `alone_token_S`."""
     evidence_DE2: torch.Tensor
-    """Number of hits and number of judged draft tokens, for each drafter and kind of evidence. Older ones count less."""
+    """Number of right draft tokens (hits) and number of judged draft tokens, for each drafter and kind of evidence. Older ones
+    count less."""
     factor_SD2: torch.Tensor
-    """Hits among the recent draft tokens for each request, and the hits that were predicted from their evidence. The first
-    divided by the second is the request's factor. It tells how much better than usual a drafter is for this request."""
+    """How many recent draft tokens of each request were right (hits), and how many were predicted to be right from their
+    evidence. The first divided by the second is the request's factor. It tells how much better than usual a drafter is for
+    this request."""
     factor_weight_D2: torch.Tensor
-    """Sums for a weighted linear regression that tells how well the factors of requests predict hits. Its x is a factor minus
-    1. Its y is the number of hits divided by the number of predicted hits, minus 1. The weight w is the number of predicted
-    hits. The columns are the sums of w * x * y and of w * x * x."""
+    """Sums for a weighted linear regression that tells how well the factors of requests (`factor_SD2`) predict hits, which are
+    right draft tokens. Its x is a factor minus 1. Its y is the number of hits divided by the number of predicted hits, minus
+    1. The weight w is the number of predicted hits. The columns are the sums of w * x * y and of w * x * x."""
     calibration_D2: torch.Tensor
     """How many of each drafter's verified draft tokens were accepted, and how many were predicted to be accepted. Fewer are
     accepted than predicted. The board chooses the proposal that looks best, and this is often one whose rates were estimated
     too high (winner's curse)."""
     alone_2: torch.Tensor
-    """Number of hits among the tokens in `alone_token_S`, and the number of hits that was predicted."""
+    """How many of the tokens in `alone_token_S` were right, and how many were predicted to be right."""
     verified_DK2: torch.Tensor
     """Number of verified and number of accepted draft tokens, by drafter and draft position. Requests of coming training steps
     are left out."""

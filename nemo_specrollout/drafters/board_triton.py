@@ -35,8 +35,8 @@ class Sums(NamedTuple):
     """What one engine step adds to those tables of the board that all requests share."""
 
     evidence_DE2: Any
-    """Number of hits and of judged draft tokens of each kind of evidence, int32. This field, `steps_D2` and `finished` are 0
-    between engine steps."""
+    """Number of right draft tokens (hits) and of judged ones, for each kind of evidence, int32. This field, `steps_D2` and
+    `finished` are 0 between engine steps."""
     steps_D2: Any
     """Number of verified and of accepted draft tokens of each drafter, int32."""
     finished: Any
@@ -92,9 +92,9 @@ def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: t
 
 @triton.jit
 def _raw_factor(t, row, mask):  # type: ignore[no-untyped-def]
-    """Returns a request's hits divided by the hits that were predicted from its evidence, drawn towards 1 by a prior.
+    """Returns a request's right draft tokens divided by those that were predicted from its evidence.
 
-    A hit is a draft token that turned out right.
+    A prior draws the result towards 1.
     """
     hits = tl.load(t.factor_SD2 + 2 * row, mask=mask, other=0.0) + _PRIOR_STRENGTH
     return hits / (tl.load(t.factor_SD2 + 2 * row + 1, mask=mask, other=0.0) + _PRIOR_STRENGTH)

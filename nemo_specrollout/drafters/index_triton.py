@@ -261,8 +261,9 @@ def walk_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Writes the likeliest continuation of one text to `out`. `rate_G` is the acceptance rate of each evidence level.
 
-    The window holds the last LANES tokens of the text, followed by the draft tokens. `factor_P` has the factor of each of
-    these tokens in the key of a context that ends with the latest token. So no token is read twice.
+    The window holds the last LANES tokens of the text, followed by the draft tokens. The key of a context is a sum over its
+    tokens, each multiplied by a factor. `factor_P` has these factors for a context that ends with the latest token. So no
+    token is read twice.
     """
     WINDOW: tl.constexpr = triton.next_power_of_2(LANES + MOST)
     slot = tl.load(texts.slots_B + row).to(tl.int64)

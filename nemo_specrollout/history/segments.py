@@ -56,7 +56,7 @@ class Text(NamedTuple):
 
 
 class OtherSegment(Exception):
-    """Raised for a segment of another tokenizer or another format, and for a file that is no segment."""
+    """Raised for a segment that is for another tokenizer or in another format, and for a file that is no segment."""
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class HistoryStore:
                 writer.close()
 
     def _reader(self, name: str) -> SegmentReader | None:
-        """Returns the reader of a segment, or None if the segment is of another tokenizer or format, or cannot be read."""
+        """Returns the reader of a segment, or None if it cannot be read or is for another tokenizer or in another format."""
         if name in self._readers or name in self._foreign:
             return self._readers.get(name)
         try:

@@ -123,7 +123,7 @@ class RequestIdentity:
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A request that has just got a slot of vLLM's model runner."""
+    """A request that has just taken a slot of vLLM's model runner."""
 
     slot: int
     identity: RequestIdentity

@@ -67,10 +67,10 @@ def refused_as_by_vllm() -> Iterator[None]:
 
 
 class RolloutSamplingParams(SamplingParams):
-    """vLLM's `SamplingParams`, which here allow min-p and logit bias together with drafts.
+    """vLLM's `SamplingParams`, with checks that allow min-p and logit bias together with drafts.
 
-    This package's sampler supports that, and vLLM's own does not. vLLM calls the checks of these parameters before it admits a
-    request. So every version of vLLM refuses a bad request.
+    This package's sampler supports that, and vLLM's own does not. vLLM calls these checks before it admits a request. So every
+    version of vLLM refuses a bad request.
     """
 
     @classmethod
@@ -104,9 +104,9 @@ class RolloutSamplingParams(SamplingParams):
 def reason_to_stay(vllm_config: Any) -> str | None:
     """Returns why no request may leave an engine with this vLLM config, or None if requests may leave it.
 
-    An engine that continues another engine's request takes the text so far for the prompt. So the result differs if it depends
-    on where the prompt ends. Examples are a logits processor that counts tokens, and attention that sees only some of the
-    tokens.
+    An engine that continues another engine's request takes the text so far for its prompt. So tokens would change if they
+    depend on where the prompt ends. Examples are a logits processor that counts tokens, and attention that sees only some of
+    the tokens.
     """
     has = properties_of(vllm_config)
     return next((f"{name}: {WHY_ALL_STAY[name]}" for name, value in has.items() if value), None)

@@ -29,7 +29,10 @@ class BlockDepth(DraftDepth):
 
 
 class FullDepth(DraftDepth):
-    """Makes any other speculator before 0.32 draft all positions or none. An example is one with several MTP modules."""
+    """Makes a speculator before 0.32 draft all positions or none, if neither `BlockDepth` nor `LoopDepth` fits it.
+
+    An example is a speculator with several MTP modules.
+    """
 
     @property
     def least(self) -> int:

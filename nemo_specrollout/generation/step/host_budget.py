@@ -54,7 +54,7 @@ class HostBudget:
         self._known_rates = known_rates
 
     def opened(self, requests: Sequence[NewRequest]) -> None:
-        """Notes requests that have just got slots."""
+        """Notes requests that have just taken slots."""
         self.foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:

@@ -71,7 +71,7 @@ class _Left:
     gaps_N: torch.Tensor
     runners_up_N: torch.Tensor
     lengths_S: torch.Tensor
-    """Number of tokens of the text in each slot at the time when the request left."""
+    """Number of tokens of the text in each slot at the time when the request left its slot."""
     slot: int
     arrived: Any
     """CUDA event that is recorded after the copies, or None on a CPU."""
@@ -111,7 +111,7 @@ class NearTies:
         return self.tables if self._live and self._is_wanted_S[slots_B].any() else None
 
     def open(self, requests: Iterable[NewRequest]) -> None:
-        """Notes requests that have got slots. Call it before their first tokens are sampled."""
+        """Notes requests that have taken slots. Call it before their first tokens are sampled."""
         changed = []
         for request in requests:
             is_wanted = self._begins(request)

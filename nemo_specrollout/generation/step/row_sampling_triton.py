@@ -3,9 +3,9 @@
 
 The first pass finds the best token of each block of a row. The second pass finds the row's best token, computes its log-prob
 and rank, and accepts drafts. In both passes each program has only a part of a row, so that even few rows use the whole device.
-In the second pass, each program writes its partial sums to a place of its own. The program of a row that finishes last adds
-them in a fixed order, so the results have the same bits in every run. When the last row of a request is finished, its program
-accepts the request's drafts.
+In the second pass, each program writes its partial sums to a place of its own. The last program of a row to finish adds them
+in a fixed order. So the results have the same bits in every run. The last program of a request to finish accepts the request's
+drafts.
 
 Scores equal those of vLLM's `gumbel_sample` bit for bit (see `draft_sampling_triton.py`). No constant depends on the number of
 rows, because Triton would then compile the kernels again while the engine runs.

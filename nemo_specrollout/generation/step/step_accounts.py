@@ -117,9 +117,9 @@ class StepAccounts:
         """Returns the seconds of engine steps without drafts by number of requests, and the seconds of one more draft row.
 
         The first value is a list. Its element n is for a step of n requests, from 0 up to the number of slots. The second
-        value is for a step that is full of drafts. It is a mean over the upper half of the step's draft rows. With CUDA
-        graphs, a single row costs either nothing or as much as the next larger graph. Returns None while the times are
-        unknown.
+        value is for a step that is full of drafts. It is a mean over the upper half of the step's draft rows, because with
+        CUDA graphs a single row either costs nothing or makes the next larger graph necessary. Returns None while the times
+        are unknown.
         """
         costs = self.step_model.costs()
         if costs is None:

@@ -38,7 +38,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     """Whether only the device knows how many drafts each request has. Before vLLM 0.32 the host always knows it."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
-        """Verifies the drafts of an engine step. Every row gets the largest number of log-probs that a request wants."""
+        """Verifies the drafts of an engine step. All rows get as many log-probs as the request that wants the most of them."""
         self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
         if self._num_logprobs > 0:
             self._num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
