@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `ahead`, which drafts from texts that older weights have sampled for a request with the request's own noise.
+"""The drafter `ahead`, which proposes the tokens of texts that older weights have sampled for the same request.
 
-Noise is a function of the request's seed, the position and the token, so the new weights sample most tokens of such a text
-again at the same positions. A request may bring several texts along. One is the text that the older weights sampled. The
-others are branches of it, which begin at near-ties, where the new weights may sample the runner-up instead. Each of these
-texts is called a path.
+Those weights sampled with the request's own noise. Noise depends only on the request's seed, the position and the token.
+Therefore the new weights sample most tokens of such a text again, at the same positions. A request may bring several of these
+texts, which are called *paths*. The first path is the text that the older weights sampled. The others are branches of it. A
+branch begins at a near-tie, where the new weights may sample the second-best token of the older weights instead.
 
-Shapes: B rows of the batch, S request slots, P paths of a request, L longest sequence, K draft positions, N new requests.
+Shapes: B entries of the batch, S request slots, P paths of a request, L longest text, K draft positions, N new requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,40 +20,49 @@ from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 WINDOW = NUM_LEVELS
-"""Number of a text's latest tokens that are compared with a path. The more of them agree, the higher is the evidence level."""
+"""Number of a request's latest tokens that are compared with a path. The more of them agree, the higher the evidence level
+is."""
 AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
-"""Assumed acceptance rate of each evidence level before anything is observed."""
+"""Acceptance rate that is assumed for each evidence level before any draft token of that level was judged."""
 FARTHEST = 16
-"""Most tokens by which a path may be shifted at once, in either direction."""
+"""Largest number of tokens by which the alignment of a path with its request may be shifted in one engine step."""
 ENOUGH = 4
-"""How many more of the latest tokens in a row must agree at another position of a path, compared with twice the number that
-agree at the present position, before drafts are taken from the other position."""
+"""Decides when the alignment of a path with its request is shifted. Let n be the number of the request's latest tokens that
+agree with the path in a row. The shift is made if n at the new position is at least 2 * n at the present position plus this
+number."""
 
 
 class PathTables(NamedTuple):
-    """The paths of all slots, on the engine's device. Each token of a path is stored at its position in the request."""
+    """The paths of all request slots, on the engine's device.
+
+    A path is a text that older weights have sampled for the request, or a branch of that text. Each token of a path is stored
+    at the position that it would have in the request's text.
+    """
 
     tokens_SPL: torch.Tensor
-    """Tokens, int32. Only those from `begin_SP` to `end_SP` are defined."""
+    """Token ids of the paths, int32. They are defined only from `begin_SP` to `end_SP`."""
     begin_SP: torch.Tensor
-    """First known position of each path, int64. It is a position of the prompt."""
+    """Position of the first stored token of each path, int64. It is a position of the prompt, because the prompt's last tokens
+    are stored too."""
     end_SP: torch.Tensor
     """Position after the last token of each path, int64."""
     shift_SP: torch.Tensor
-    """Position in the path minus position in the request, int64. It changes after a token that only one of the two has."""
+    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request turns
+    out to have more or fewer tokens than the path up to the same place in the text."""
     num_paths_S: torch.Tensor
-    """Number of paths of the request in each slot, int32. It is 0 for a request that brings none."""
+    """Number of paths of the request in each slot, int32. It is 0 for a request that brings no texts."""
     path_S: torch.Tensor
-    """The path that each request follows, int32."""
+    """Number of the path that each request follows at present, int32."""
 
 
 class AheadText(Drafter):
-    """Proposes the next tokens of the path that each request follows.
+    """Proposes the next tokens of the path that a request follows.
 
-    Owns the paths, in tensors of fixed size with 4 bytes for each slot, path and position of the engine. A request follows a
-    path until another path agrees with more of its latest tokens in a row. After a token that no path has, the request goes on
-    at the next position of its path, because noise belongs to positions. If its latest tokens are found at another position of
-    the path, it goes on from there.
+    A path is a text that older weights have sampled for the request, or a branch of that text. Owns the paths, which take 4
+    bytes of device memory for each request slot, path and position. A request follows its path until another path agrees with
+    more of the request's latest tokens in a row. After a token that no path has, the request continues at the next position of
+    its path, because noise belongs to positions. If the request's latest tokens are found at another position of the path, the
+    request continues from that position.
     """
 
     name = "ahead"
@@ -120,9 +129,10 @@ class AheadText(Drafter):
         self._kernels.propose(self._tables, texts, out)
 
     def _paths_of(self, request: Any) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields for each path of a request its first known position, and its tokens from there on, int32.
+        """Yields the position of the first stored token of each path, and the path's tokens from that position on, int32.
 
-        The first path is the text itself. The others are branches, which share their beginnings with other paths.
+        The first path is the text that older weights sampled. The others are its branches, including the tokens before they
+        branch off.
         """
         prompt_length = request.prompt_length
         known = np.array(request.token_ids[max(prompt_length - WINDOW, 0) : prompt_length], np.int32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of the drafter `ahead` for a GPU, with one program for each request. `ahead.py` says what it computes.
+"""The GPU kernel of the drafter `ahead`, with one program for each request. `ahead.py` says what it computes.
 
-In the kernel, `t` are the drafter's tables. Shapes are as in `ahead.py`.
+In the kernel, `t` are the `PathTables`. Shapes are as in `ahead.py`.
 """
 
 import triton
@@ -20,7 +20,7 @@ _NUM_OFFSETS = tl.constexpr(triton.next_power_of_2(2 * ahead.FARTHEST + 1))
 
 @triton.jit
 def _read(t, path, place, longest):  # type: ignore[no-untyped-def]
-    """Returns the tokens of a path at the positions `place`, and -1 where the path has none."""
+    """Returns the tokens of a path at the positions `place`, or -1 at positions where the path has no token."""
     is_known = (place >= tl.load(t.begin_SP + path)) & (place < tl.load(t.end_SP + path))
     return tl.load(t.tokens_SPL + path * longest + place, mask=is_known, other=-1)
 
@@ -74,7 +74,7 @@ def _follow_path(  # type: ignore[no-untyped-def]
 
 
 def propose(tables: PathTables, texts: Texts, out: Proposals) -> None:
-    """Implements `ahead.AheadText.launch`."""
+    """Launches the kernel that writes the proposals of the drafter `ahead` to `out`, for `AheadText.launch`."""
     most = out.tokens_BK.shape[1]
     num_slots, num_paths, longest = tables.tokens_SPL.shape
     _follow_path[(len(texts.slots_B),)](

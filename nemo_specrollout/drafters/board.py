@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft board, which stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
+"""The draft board, which keeps the proposals of all drafters, learns how good they were, and chooses what is verified next.
 
-*The model* is the drafter that has weights in this engine, if there is one. *The reference drafter* is the model or a remote
-drafter, which has its weights in another process. A *trial* is a draft token that was judged by what the policy sampled at its
-position, and a *hit* is a trial that was right. A *rate* is an acceptance rate.
+*The model* is the drafter that has weights in this engine, if there is one. *The reference drafter* is the model, or a remote
+drafter, whose weights are in another process. A draft token is *judged* when it is known what the policy samples at its
+position. It is a *hit* if the policy samples the same token.
 
-Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, T traced steps. The spread has
-F = K + 2 rows and Q = NUM_BINS + 1 columns. There are E kinds of evidence, which are NUM_LEVELS levels for each of the
-NUM_RELATIONS relations to the reference drafter. Without a reference drafter, E is NUM_LEVELS.
+Shapes: S request slots, B entries of the batch (at most S), D drafters, K draft positions, T engine steps that are kept. The
+histogram `spread_FQ` has F = K + 2 rows and Q = NUM_BINS + 1 columns. There are E kinds of evidence, which are NUM_LEVELS
+levels for each of NUM_RELATIONS relations to the reference drafter. Without a reference drafter, E is NUM_LEVELS.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,85 +34,97 @@ from nemo_specrollout.drafters.device_index import Lookup
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 ALIGNMENT = 256
-"""Alignment in bytes of a table within the memory of `SharedTables`. It is torch's alignment of a tensor on a GPU."""
+"""Alignment in bytes of each table within the memory of `SharedTables`. It is torch's alignment of a tensor on a GPU."""
 KEPT_WEIGHT = 64.0
-"""Most draft tokens that the evidence of an earlier start counts for. It is small, so that new evidence soon outweighs the old
-and the board notices a policy that has changed."""
+"""Largest number of draft tokens that the evidence of an earlier start counts for. It is small, so that new evidence soon
+outweighs the old one and the board notices if the policy has changed."""
 
 
 class Tables(NamedTuple):
     """Tensors of a draft board, on the engine's device. The suffix of a field's name is its shape.
 
-    `empty_tables` allocates them and sets their types. A proposal is *open* until it is known for each of its tokens whether
-    the policy samples it.
+    `empty_tables` allocates them and sets their types. A proposal is *open* until all of its tokens turned out right or one of
+    them turned out wrong.
     """
 
     tokens_DBK: torch.Tensor
-    """Tokens that each drafter proposes for each row in the present step. The drafters write this tensor and the next two."""
+    """Draft tokens that each drafter proposes in the present engine step. The drafters write this tensor, `levels_DBK` and
+    `found_DB`."""
     levels_DBK: torch.Tensor
-    """Evidence level of each of those tokens."""
+    """Evidence level of each draft token in `tokens_DBK`."""
     found_DB: torch.Tensor
-    """How many tokens each drafter proposes for each row, or `NOT_FOLLOWED`."""
+    """How many draft tokens each drafter proposes for each entry of the batch in the present engine step, or
+    `NOT_FOLLOWED`."""
     tokens_SDK: torch.Tensor
-    """Tokens of the open proposals."""
+    """Draft tokens of the open proposals, which are those that the request's text has not yet confirmed or refuted as a
+    whole."""
     evidence_SDK: torch.Tensor
-    """Kind of evidence of each token: NUM_LEVELS * relation + level."""
+    """Kind of evidence of each draft token in `tokens_SDK`, which is NUM_LEVELS * relation + level."""
     length_SD: torch.Tensor
-    """Number of tokens of each open proposal, 0 if none is open."""
+    """Number of draft tokens in each proposal of `tokens_SDK`. It is 0 if a drafter has no open proposal for the request."""
     base_SD: torch.Tensor
-    """Length of the text that each open proposal continues."""
+    """Number of tokens that the request's text had when the proposal in `tokens_SDK` was made."""
     checked_SD: torch.Tensor
-    """Number of tokens of each open proposal that the text has confirmed."""
+    """How many draft tokens of the proposal in `tokens_SDK` the request's text has confirmed so far."""
     chosen_S: torch.Tensor
-    """Number of the drafter whose tokens were submitted. Submitted tokens are those that the next step may verify."""
+    """Index of the drafter whose draft tokens were submitted for each request. Submitted tokens may be verified in the next
+    engine step."""
     submitted_S: torch.Tensor
-    """Number of submitted tokens."""
+    """How many draft tokens were submitted for each request, so that the next engine step may verify them."""
     limit_S: torch.Tensor
-    """Length of the text in tokens up to which each request gets drafts."""
+    """A request gets drafts only until its text has this number of tokens."""
     is_early_S: torch.Tensor
-    """Whether each request belongs to a coming training step, in which case `verified_DK2` does not count it."""
+    """Whether each request belongs to a coming training step. The counts in `verified_DK2` leave out such requests."""
     drafts_BK: torch.Tensor
-    """Submitted tokens of each row, followed by zeros."""
+    """Draft tokens that were submitted for each entry of the batch, followed by zeros."""
     rates_SK: torch.Tensor
-    """Rate of each of a request's submitted tokens, followed by zeros. The first rate is multiplied by the mean price of a row
-    divided by the price of a row of this request. So the product of the rates up to a token is its survival at equal price,
-    and the best drafts of a batch are those with the largest products. Where contexts cost nothing, the factor is 1."""
+    """Estimated acceptance rate of each submitted draft token, followed by zeros.
+
+    The first rate of a request is multiplied by the mean price of a row, divided by the price of a row of this request.
+    Without this factor, the product of the rates up to a token is the token's survival. With it, the products of requests can
+    be compared even if their rows differ in price. The best drafts of a batch are those with the largest products. If the
+    length of a context costs nothing, the factor is 1."""
     spread_FQ: torch.Tensor
-    """Histogram of the survival of the latest choice's draft tokens, over all requests, int32.
+    """Histogram of the survival of all requests' draft tokens in the latest choice, int32. The host decides from it how many
+    drafts are verified and how deep the model drafts.
 
-    The columns 0 to NUM_BINS - 1 are bins of survival between 0 and 1, and the last column counts requests. The last row
-    counts the tokens that were submitted. Each row f from 0 to K counts the tokens that would have been submitted if the model
-    had drafted f tokens, so that the host can choose how deep the model drafts next. `Spread` in `speculation/spread.py`
-    gives these parts names.
+    The columns 0 to NUM_BINS - 1 are bins of survival between 0 and 1. The last column counts requests. The last row counts
+    the draft tokens that were submitted. Each row f from 0 to K counts the tokens that would have been submitted if the model
+    had drafted f tokens for each request. `Spread` in `speculation/spread.py` gives these parts names.
 
-    Row 0 is known for every request, because the text drafters propose anyway. If the model drafted d > 0 tokens for a
-    request, the rows 1 to d are known for it too. The rows d + 1 to 2 * d + 1 are foreseen, which means that the tokens which
-    the model did not draft are assumed to have the rate of its last one. These rows count such tokens as well. But their last
-    column leaves the request out, so that the host can tell what was foreseen from what is known."""
+    Row 0 is known for every request, because the text drafters propose anyway. If the model has drafted d > 0 tokens for a
+    request, the rows 1 to d are known for it as well. The rows d + 1 to 2 * d + 1 are foreseen. This means that each token
+    which the model did not draft is assumed to have the acceptance rate of its last draft token. These rows count the tokens,
+    but their last column leaves out the request. So the host can tell what is known from what is only foreseen."""
     alone_token_S: torch.Tensor
-    """First token of the best proposal without the model, in slots where the model has drafts. It is -1 if there is none."""
+    """For a request with drafts of the model, the first token of the best proposal of the other drafters. It is -1 if the
+    model has no drafts for the request, or if the other drafters propose nothing."""
     alone_rate_S: torch.Tensor
-    """Rate that was estimated for that token."""
+    """Estimated acceptance rate of the token in `alone_token_S`."""
     evidence_DE2: torch.Tensor
-    """Hits and trials of each kind of evidence."""
+    """Number of right draft tokens (hits) and number of judged draft tokens, for each drafter and kind of evidence. Older ones
+    count less."""
     factor_SD2: torch.Tensor
-    """Hits of each request's recent draft tokens, and the hits that their evidence predicted. Their ratio is the request's
-    factor."""
+    """How many recent draft tokens of each request were right (hits), and how many were predicted to be right from their
+    evidence. The first divided by the second is the request's factor. It tells how much better than usual a drafter is for
+    this request."""
     factor_weight_D2: torch.Tensor
-    """A regression of hits on factors, which tells how far factors can be trusted. Hits are measured as differences from the
-    predicted hits, and factors as differences from 1. The columns are the sum of the products of the two, and the sum of the
-    squared factors."""
+    """Sums for a weighted linear regression that tells how well the factors of requests (`factor_SD2`) predict hits, which are
+    right draft tokens. Its x is a factor minus 1. Its y is the number of hits divided by the number of predicted hits, minus
+    1. The weight w is the number of predicted hits. The columns are the sums of w * x * y and of w * x * x."""
     calibration_D2: torch.Tensor
-    """Hits and predicted hits of each drafter's verified tokens. Fewer hits come than were predicted, because choosing the
-    best-looking of several proposals favours those that were rated too high (winner's curse)."""
+    """How many of each drafter's verified draft tokens were accepted, and how many were predicted to be accepted. Fewer are
+    accepted than predicted. The board chooses the proposal that looks best, and this is often one whose rates were estimated
+    too high (winner's curse)."""
     alone_2: torch.Tensor
-    """Hits and predicted hits of the tokens in `alone_token_S`."""
+    """How many of the tokens in `alone_token_S` were right, and how many were predicted to be right."""
     verified_DK2: torch.Tensor
-    """Verified and accepted draft tokens by drafter and position, over all requests except early ones."""
+    """Number of verified and number of accepted draft tokens, by drafter and draft position. Requests of coming training steps
+    are left out."""
     request_S2: torch.Tensor
-    """Verified and accepted draft tokens of each request."""
+    """Number of verified and number of accepted draft tokens of each request."""
     steps_TD2: torch.Tensor
-    """Verified and accepted draft tokens of each drafter in each of the last T steps."""
+    """Number of verified and number of accepted draft tokens of each drafter, in each of the last T engine steps."""
 
 
 @dataclass(frozen=True)
@@ -126,17 +138,20 @@ class BoardShape:
 
 
 class SharedTables(NamedTuple):
-    """The tables that must be equal on all ranks of an engine. They are parts of one tensor, so that one message is enough."""
+    """The tables that must be equal on all tensor-parallel ranks of an engine.
+
+    They are views of one tensor, so that a single broadcast makes them equal.
+    """
 
     memory: torch.Tensor
-    """All bytes of the three tables, uint8."""
+    """The bytes of the three tables, uint8."""
     drafts_BK: torch.Tensor
     rates_SK: torch.Tensor
     spread_FQ: torch.Tensor
 
     @classmethod
     def empty(cls, shape: BoardShape, device: torch.device) -> "SharedTables":
-        """Returns tables of zeros."""
+        """Allocates the tables for a board of this `shape`, filled with zeros."""
         of_request = (shape.num_slots, shape.num_positions)
         of_depth = (shape.num_positions + 2, NUM_BINS + 1)
         parts = ((of_request, torch.int64), (of_request, torch.float32), (of_depth, torch.int32))
@@ -151,7 +166,10 @@ class SharedTables(NamedTuple):
 def empty_tables(
     shape: BoardShape, num_drafters: int, num_kinds: int, shared: SharedTables, device: torch.device
 ) -> Tables:
-    """Returns tables of zeros for a board of `num_drafters` drafters and `num_kinds` kinds of evidence."""
+    """Allocates the tables of a board for `num_drafters` drafters and `num_kinds` kinds of evidence, filled with zeros.
+
+    `shared` are the three tables that all tensor-parallel ranks share.
+    """
     zeros = partial(_zeros, device=device)
     num_slots = shape.num_slots
     num_positions = shape.num_positions
@@ -185,7 +203,10 @@ def empty_tables(
 
 
 def faded(learned_X2: np.ndarray) -> np.ndarray:
-    """Returns pairs of sums as float32, scaled such that no second sum exceeds `KEPT_WEIGHT` and each ratio stays the same."""
+    """Returns float32 copies of pairs of sums, in which no second sum exceeds `KEPT_WEIGHT`.
+
+    A pair whose second sum is larger is scaled down, and keeps its ratio. So what an earlier start has learned counts little.
+    """
     scaled_X2: np.ndarray = learned_X2 * (KEPT_WEIGHT / np.maximum(learned_X2[..., 1:], KEPT_WEIGHT))
     return scaled_X2.astype(np.float32)
 
@@ -195,38 +216,38 @@ def _zeros(*sizes: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 class DraftBoard:
-    """Decides for each request which drafter's tokens the next step verifies.
+    """Decides for each request which drafter's tokens the next engine step may verify.
 
-    Owns `tables`, which hold the proposals whose outcome is open, what was learned from past proposals, and counts of verified
-    and accepted drafts. In each step, `observe` runs before the drafters propose and `choose` after them. The host reads
-    nothing from the device during a step. Both methods also serve the context indexes of the engine, so that on a GPU each
-    kernel is launched once for the board and all indexes.
+    Owns `tables`. They hold the open proposals, what was learned from past ones, and counts of verified and accepted drafts.
+    In each engine step, `observe` runs before the drafters propose, and `choose` after them. During the step the host reads
+    nothing from the device. Both methods also serve the context indexes of the engine, so that a GPU needs only a few
+    launches.
 
-    Invariant: the first `checked_SD` tokens of an open proposal equal the request's text from `base_SD` on. A proposal
-    closes (`length_SD` becomes 0) when a token differs from the text, or when its last token is confirmed.
+    Invariant: the first `checked_SD` tokens of an open proposal equal the request's text from `base_SD` on. A proposal is
+    closed (`length_SD` becomes 0) when one of its tokens differs from the text, or when its last token is confirmed.
 
-    Estimates: The rate of a draft token is the probability that it is accepted if the tokens before it are. It is the rate of
-    the token's kind of evidence times the request's factor:
+    Estimates: The rate of a draft token is the probability that it is accepted if the tokens before it are. It is estimated as
+    the rate of the token's kind of evidence times the request's factor:
 
-    - A kind of evidence is the level that the drafter gives the token plus NUM_LEVELS times the token's relation to the
-      proposal of the other side (`NUM_RELATIONS`). The rate of a kind of evidence is its share of hits among its trials, of
-      which recent ones count more.
-    - The factor is the request's hits divided by the hits that the evidence of its tokens predicted. It counts only as far as
-      factors have predicted hits well so far (`factor_weight_D2`).
+    - The kind of evidence combines the level that the drafter gives the token with the token's relation to the proposal of the
+      other side (`NUM_RELATIONS`). Its rate is the share of hits among its judged tokens, of which recent ones count more.
+    - The factor is the request's hits divided by the hits that were predicted from the evidence of its tokens. It is used only
+      as far as factors have predicted hits well so far (`factor_weight_D2`).
 
-    The survival of a token is the product of the rates up to it. The worth of a proposal is the sum of its survivals minus
-    the price of a row for each token, which grows with the length of the request's text. Every proposal is judged by what the
-    policy samples later, whether it was submitted or not, so the board needs no exploration. The host gets a histogram of
-    survival (`spread_FQ`), which is calibrated by what was accepted.
+    The survival of a token is the product of the rates up to it. The worth of a proposal is the sum of its survivals minus the
+    price of a row for each of its tokens. The price grows with the length of the request's text. Every proposal is judged by
+    what the policy samples later, even if it was not submitted. So the board need not submit bad proposals to learn about
+    them. The host gets a histogram of survival (`spread_FQ`), which is corrected by how many draft tokens were really
+    accepted.
 
-    Example with drafters 0 "suffix" and 1 "eagle3" (the reference drafter), for row b, whose text in slot 5 has 10 tokens:
+    Example with drafters 0 "suffix" and 1 "eagle3" (the reference drafter), for entry b, whose text in slot 5 has 10 tokens:
 
     1. The drafters write `tokens_DBK[0, b] = [7, 8, 9]` and `tokens_DBK[1, b] = [7, 4]`, with levels and counts.
     2. `choose` relates them. Both propose 7 (relation 1), then they differ (2), and 9 comes after the difference (3). With
-       rates of 0.9, 0.3, 0.2 the first is worth 0.9 + 0.27 + 0.05 = 1.22 tokens. With 0.9, 0.8 the second is worth 1.62. So
-       `drafts_BK[b] = [7, 4, 0]`, `chosen_S[5] = 1`, `submitted_S[5] = 2`. Both proposals stay open, with base 10.
-    3. The policy samples 7, 4, 6. `observe` counts two accepted drafts of eagle3 and two hits. For suffix it counts a hit
-       (7) and a miss (8), and does not judge 9. Both proposals close.
+       rates of 0.9, 0.3 and 0.2, the first is worth 0.9 + 0.27 + 0.05 = 1.22 tokens. With 0.9 and 0.8, the second is worth
+       1.62. So `drafts_BK[b] = [7, 4, 0]`, `chosen_S[5] = 1`, `submitted_S[5] = 2`. Both proposals stay open, with base 10.
+    3. The policy samples 7, 4, 6. `observe` counts two accepted drafts and two hits of eagle3. For suffix it counts a hit (7)
+       and a miss (8), and does not judge 9. Both proposals are closed.
     """
 
     def __init__(
@@ -242,10 +263,10 @@ class DraftBoard:
 
         Args:
             names: names of the drafters.
-            priors_DE: assumed acceptance rates of each drafter's levels, [D, NUM_LEVELS].
+            priors_DE: acceptance rate that is assumed at first for each drafter's evidence levels, [D, NUM_LEVELS].
             shape: sizes of the board.
             device: device of the engine.
-            model: index of the drafter that has weights in this engine, if there is one.
+            model: index of the drafter that has weights in this engine, or None if there is none.
             reference: index of the drafter that has weights in this engine or in another process, by default `model`.
         """
         self.names = list(names)
@@ -256,27 +277,33 @@ class DraftBoard:
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
         shared = SharedTables.empty(shape, device)
         self.shared = shared.memory
-        """Memory of the submitted drafts, their rates and `spread_FQ`, which all ranks of an engine must share."""
+        """Memory of the submitted drafts, their rates and `spread_FQ`, which must be equal on all tensor-parallel ranks of an
+        engine."""
         self.tables = empty_tables(shape, len(names), num_relations * NUM_LEVELS, shared, device)
         self._had_early = False
-        """Whether any slot may have an early request. As long as none has, nothing is launched to reset `is_early_S`."""
+        """True once a request of a coming training step has been opened. Before that, `is_early_S` is false everywhere and
+        needs no reset."""
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
         self.use_kernels(kernels_for(device.type, KernelModule.STEP))
 
     def use_kernels(self, kernels: ModuleType) -> None:
-        """Calls the kernels of this module from now on. A module keeps the tables in a form of its own, `memory`."""
+        """Makes the board call the kernels in the Python module `kernels` from now on.
+
+        The module keeps the board's tables in a form of its own, which becomes the attribute `memory`.
+        """
         self._kernels = kernels
         self.memory = kernels.memory_of(self.tables)
 
     def proposals_of(self, drafter: int) -> Proposals:
-        """Returns the buffers to which a drafter writes its proposals in each step."""
+        """Returns the buffers to which a drafter writes its proposals in each engine step."""
         return Proposals(*(table[drafter] for table in self.tables[:3]))
 
     def open(self, slots: torch.Tensor, limits: torch.Tensor, is_early: torch.Tensor | None = None) -> None:
-        """Gives `slots` (int64) to new requests. `limits` (int32) are the text lengths up to which each request gets drafts.
+        """Prepares `slots` (int64, on the device) for new requests.
 
-        `is_early` (bool) tells which requests belong to a coming training step. None means that none of them does.
+        A request gets drafts until its text has as many tokens as `limits` (int32) says. `is_early` (bool) tells which of the
+        requests belong to a coming training step. None means that none of them does.
         """
         t = self.tables
         self._had_early |= is_early is not None
@@ -290,7 +317,7 @@ class DraftBoard:
         t.limit_S[slots] = limits
 
     def forget_drafter(self, drafter: int) -> None:
-        """Forgets what was learned about a drafter whose weights were replaced."""
+        """Forgets what was learned about a drafter, because its weights were replaced or its requests have changed."""
         t = self.tables
         t.evidence_DE2[drafter, :, 0] = self._priors_DE[drafter] * PRIOR_STRENGTH
         t.evidence_DE2[drafter, :, 1] = PRIOR_STRENGTH
@@ -305,12 +332,16 @@ class DraftBoard:
     def learned(self, drafter: int) -> dict[str, np.ndarray]:
         """Returns float32 copies of the tables with what was learned about a drafter, by name. Waits for the device.
 
-        For the model there is one more table, with the hits and the predicted hits of proposals without the model.
+        For the drafter with weights, this includes how good the proposals of the other drafters were without it (`alone_2`).
         """
         return {name: table.cpu().numpy().copy() for name, table in self._learned_tables(drafter).items()}
 
     def begin_with(self, drafter: int, learned: Mapping[str, np.ndarray]) -> None:
-        """Begins with what another board has `learned` about a drafter. Shapes must equal those of this board's tables."""
+        """Takes over what another board has learned about a drafter, with a small weight (`KEPT_WEIGHT`).
+
+        `learned` is what the other board's method `learned` has returned. Its tables must have the shapes of this board's
+        tables.
+        """
         tables = self._learned_tables(drafter)
         for name, table in tables.items():
             table.copy_(torch.from_numpy(faded(learned[name])))
@@ -333,12 +364,12 @@ class DraftBoard:
         lookups: Sequence[Lookup] = (),
         max_new: int = 0,
     ) -> None:
-        """Learns from the tokens that step number `step` sampled, and counts which submitted drafts were accepted.
+        """Learns from the tokens that engine step number `step` sampled, and counts which submitted drafts were accepted.
 
-        Each request emitted `num_sampled_B` tokens, of which all but the last were drafts, and `num_rejected_B` of its drafts
-        were rejected. The indexes in `lookups` learn the new tokens of the texts, at most `max_new` per text.
+        Each request has emitted `num_sampled_B` tokens, of which all but the last were drafts. `num_rejected_B` of its drafts
+        were rejected. The context indexes in `lookups` learn the new tokens of the texts, at most `max_new` of each text.
 
-        For a CUDA graph, `step` is a tensor of one int32 below `TRACED_STEPS`, which each replay reads again.
+        For a CUDA graph, `step` is a tensor of one int32 below `TRACED_STEPS`, which the graph reads again in each replay.
         """
         outcomes = (num_sampled_B, num_rejected_B)
         number = step if isinstance(step, torch.Tensor) else step % TRACED_STEPS
@@ -351,13 +382,14 @@ class DraftBoard:
         lookups: Sequence[Lookup] = (),
         most: int | torch.Tensor | None = None,
     ) -> None:
-        """Lets the indexes in `lookups` propose, and then submits the best proposal for each request.
+        """Lets the context indexes in `lookups` propose, and then submits the best proposal for each request.
 
-        To submit it means to write it to `drafts_BK` and `rates_SK`. A row costs `price`, which grows with the length of its
-        request's text. Tokens that do not earn their price hardly count, so a long proposal is worth only what would be
-        verified of it. At most `most` tokens of a request are submitted. For a request that the model does not follow, the
-        model's number of tokens in `found_DB` is negative.
+        A proposal is submitted by writing it to `drafts_BK` and `rates_SK`. At most `most` tokens of a request are submitted.
+        Each row costs `price`, which grows with the length of the request's text. Tokens that win less than this price hardly
+        count. So a long proposal is worth only as much as the part of it that would be verified. If the drafter with weights
+        does not follow a request, its number of tokens in `found_DB` is negative.
 
-        For a CUDA graph, `most` is a tensor of one int32, which each replay reads again, as it does the price.
+        For a CUDA graph, `most` is a tensor of one int32, and `price` has tensors too. The graph reads them again in each
+        replay.
         """
         self._kernels.choose(self, texts, price, lookups, self.num_positions if most is None else most)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft board on a GPU, as functions that the kernels in `step_triton.py` call. `board.py` says what they compute.
 
-One program serves one request. What the board has learned is shared by all programs, so they only read it while they observe.
-Each program writes its additions to a row of its own, or counts them with integers. The program that finishes last adds all of
-them in a fixed order. So two runs of the same steps learn exactly the same.
+One program serves one request. All programs read what the board has learned, and none changes it while it observes. Each
+program writes its additions to a place of its own, or adds whole numbers to shared counters. The program that finishes last
+adds everything to the board's tables in a fixed order. So two runs of the same engine steps learn exactly the same.
 
-In the functions, `t` are the board's tables. Shapes are as in `board.py`. In addition there are N rows read at a time, and
-W = 4 * D + 2 sums of a row. A block's D and K are rounded up to powers of two.
+In the functions, `t` are the board's tables. Shapes are as in `board.py`. In addition, N entries of the batch are read at a
+time, and each of them has W = 4 * D + 2 sums. D and K are rounded up to powers of two where Triton needs it.
 """
 
 import math
@@ -32,22 +32,26 @@ _ROWS = tl.constexpr(32)
 
 
 class Sums(NamedTuple):
-    """A step's additions to the tables that all requests share."""
+    """What one engine step adds to those tables of the board that all requests share."""
 
     evidence_DE2: Any
-    """Hits and trials of each kind of evidence, int32. These and the next counts are 0 between steps."""
+    """Number of right draft tokens (hits) and of judged ones, for each kind of evidence, int32. This field, `steps_D2` and
+    `finished` are 0 between engine steps."""
     steps_D2: Any
-    """Verified and accepted drafts, int32."""
+    """Number of verified and of accepted draft tokens of each drafter, int32."""
     finished: Any
-    """Number of programs that have finished, int32."""
+    """Number of programs of the present launch that have finished, int32."""
     weight_BW: Any
-    """Additions of each row to `factor_weight_D2`, then to `calibration_D2`, then to `alone_2`, float32. They are 0 in rows
-    without a request."""
+    """What each entry of the batch adds to `factor_weight_D2`, then to `calibration_D2`, then to `alone_2`, float32. An entry
+    without a request adds 0."""
 
 
 @triton.jit
 def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decays what was learned, and adds the sums of the step's programs, all of which must have finished."""
+    """Reduces the weight of what the board has learned so far, and adds the sums of the present engine step.
+
+    All programs of the engine step must have finished.
+    """
     e = tl.arange(0, triton.next_power_of_2(D * E))
     mask = e < D * E
     trials = tl.load(t.evidence_DE2 + 2 * e + 1, mask=mask, other=1.0)
@@ -88,14 +92,20 @@ def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: t
 
 @triton.jit
 def _raw_factor(t, row, mask):  # type: ignore[no-untyped-def]
-    """Returns a request's hits divided by the hits that its evidence predicted, with a prior of 1."""
+    """Returns a request's right draft tokens divided by those that were predicted from its evidence.
+
+    A prior draws the result towards 1.
+    """
     hits = tl.load(t.factor_SD2 + 2 * row, mask=mask, other=0.0) + _PRIOR_STRENGTH
     return hits / (tl.load(t.factor_SD2 + 2 * row + 1, mask=mask, other=0.0) + _PRIOR_STRENGTH)
 
 
 @triton.jit
 def _factor(t, row, d, mask):  # type: ignore[no-untyped-def]
-    """Returns the factor for new drafts. It is nearer to 1 than the raw factor if factors have predicted badly so far."""
+    """Returns the factor by which the acceptance rates of a request's new drafts are multiplied.
+
+    It is `_raw_factor`, drawn towards 1 if the factors of requests have predicted badly so far.
+    """
     products = tl.load(t.factor_weight_D2 + 2 * d, mask=mask, other=0.0) + 1.0
     weight = products / (tl.load(t.factor_weight_D2 + 2 * d + 1, mask=mask, other=0.0) + 1.0)
     return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(t, row, mask) - 1.0)
@@ -103,13 +113,13 @@ def _factor(t, row, d, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rate(counts_ptr, mask):  # type: ignore[no-untyped-def]
-    """Returns hits divided by trials."""
+    """Returns acceptance rates, which are hits divided by judged draft tokens. `counts_ptr` points to pairs of these."""
     return tl.load(counts_ptr, mask=mask, other=0.0) / tl.load(counts_ptr + 1, mask=mask, other=1.0)
 
 
 @triton.jit
 def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the share of hits of each evidence level of a drafter, taken over all relations."""
+    """Returns the acceptance rate of each evidence level of drafter `d`, whatever the other drafters propose, [NUM_LEVELS]."""
     level = tl.arange(0, _NUM_LEVELS)
     counts_ptr = t.evidence_DE2 + 2 * (d * E + level)
     hits = tl.zeros(level.shape, tl.float32)
@@ -122,9 +132,9 @@ def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the drafts of a request that the step verified and accepted to all counts.
+    """Counts those drafts of a request that the engine step has verified and accepted.
 
-    Returns the drafter, and the request's additions to the two columns of its `calibration_D2`.
+    Returns the drafter that made them, how many of them were accepted, and how many were predicted to be accepted.
     """
     drafter = tl.minimum(tl.maximum(tl.load(t.chosen_S + slot), 0), D - 1)
     submitted = tl.minimum(tl.load(t.submitted_S + slot), K)
@@ -156,9 +166,9 @@ def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K
 
 @triton.jit
 def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compares the proposals of a request with its text, each up to the proposal's first miss or the end of the text.
+    """Compares the open proposals for a request with its text, each up to its first wrong token or the end of the text.
 
-    Returns the request's additions to the two columns of `factor_weight_D2`.
+    Returns what the request adds to the two columns of `factor_weight_D2`.
     """
     d = tl.arange(0, triton.next_power_of_2(D))
     k = tl.arange(0, triton.next_power_of_2(K))[None, :]
@@ -203,7 +213,10 @@ def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr,
 def observe_request(  # type: ignore[no-untyped-def]
     texts, row_stride, outcomes, t, sums, request, num_requests, step, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr
 ):  # fmt: skip
-    """Learns from the tokens that the step sampled for a request. The last program to finish adds all sums to the tables."""
+    """Learns from the tokens that the engine step sampled for a request.
+
+    The program that finishes last adds the sums of all programs to the board's tables.
+    """
     slot = tl.load(texts.slots_B + request).to(tl.int64)
     num_sampled_ptr, num_rejected_ptr = outcomes
     num_sampled = tl.load(num_sampled_ptr + request)
@@ -235,7 +248,11 @@ def observe_request(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _relation(token, is_draft, count, d, k, REFERENCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the relation of each token to the proposal of the other side (`NUM_RELATIONS`), int32 [D, K]."""
+    """Returns the relation of each draft token to the proposal of the other side, int32 [D, K].
+
+    One side is the reference drafter, which has weights, and the other side is all other drafters. `NUM_RELATIONS` explains
+    the numbers.
+    """
     is_reference = d == REFERENCE
     reference_count = tl.sum(tl.where(is_reference, count, 0), axis=0)
     reference_token = tl.sum(tl.where(is_reference[:, None], token, 0), axis=0)
@@ -253,13 +270,19 @@ def _relation(token, is_draft, count, d, k, REFERENCE: tl.constexpr):  # type: i
 
 @triton.jit
 def _worth(survival, price):  # type: ignore[no-untyped-def]
-    """Returns the worth of draft tokens, which is counted in tokens."""
+    """Returns the worth of draft tokens, which is their survival minus the price of a row.
+
+    It is at least a tiny share of the survival, so that tokens which cost more than they win can be ranked too.
+    """
     return tl.maximum(survival - price, survival * _MIN_WORTH_SHARE)
 
 
 @triton.jit
 def _cheapness(k, price, mean_price):  # type: ignore[no-untyped-def]
-    """Returns the factors by which a request's rates in `rates_SK` are multiplied, [K]. All but the first one are 1."""
+    """Returns the factors for a request's rates in `rates_SK`, [K]. All but the first of them are 1.
+
+    The first is the mean price of a row divided by the price of this request's rows.
+    """
     is_priced = tl.minimum(price, mean_price) > _LEAST_PRICE
     factor = tl.where(is_priced, mean_price / tl.maximum(price, _LEAST_PRICE), 1.0)
     return tl.where(k == 0, factor, 1.0)
@@ -267,16 +290,16 @@ def _cheapness(k, price, mean_price):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best(worth, count, d):  # type: ignore[no-untyped-def]
-    """Returns the drafter whose proposal has the highest worth, that worth, and the number of its draft tokens."""
+    """Returns the drafter whose proposal has the highest worth, this worth, and the number of the proposal's draft tokens."""
     most, best = tl.max(worth, axis=0, return_indices=True)
     return best, most, tl.sum(tl.where((d == best) & (worth > 0.0), count, 0), axis=0)
 
 
 @triton.jit
 def _count(t, row, survival, count, num_requests, k):  # type: ignore[no-untyped-def]
-    """Counts the first `count` draft tokens of a request in a row of `spread_FQ`, by their `survival`, [K].
+    """Counts the first `count` draft tokens of a request in a row of the histogram `spread_FQ`, by their `survival`, [K].
 
-    Adds `num_requests` to the requests of that row.
+    Adds `num_requests` to the row's last column, which counts requests.
     """
     row_ptr = t.spread_FQ + row * (_NUM_BINS + 1)
     bins = tl.minimum((survival * _NUM_BINS).to(tl.int32), _NUM_BINS - 1)
@@ -286,13 +309,13 @@ def _count(t, row, survival, count, num_requests, k):  # type: ignore[no-untyped
 
 @triton.jit
 def _of(d, drafter, values):  # type: ignore[no-untyped-def]
-    """Returns one drafter's values, [K], from the values of all drafters, [D, K]."""
+    """Returns the values of one drafter, [K], from the values of all drafters, [D, K]."""
     return tl.sum(tl.where((d == drafter)[:, None], values, 0.0), axis=0)
 
 
 @triton.jit
 def _level_rates(t, entry, is_draft, factor, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the rates of draft tokens by their levels alone, [D, K], taken over all relations."""
+    """Returns the acceptance rates of draft tokens by their evidence levels, whatever the other drafters propose, [D, K]."""
     hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
     trials = tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0)
     for relation in tl.static_range(1, E // _NUM_LEVELS):
@@ -303,7 +326,10 @@ def _level_rates(t, entry, is_draft, factor, E: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _calibration(t, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the factor by which the host should multiply each drafter's survival, [D, 1]."""
+    """Returns the factor that corrects each drafter's survival in the histogram for the host, [D, 1].
+
+    It is the number of accepted draft tokens divided by the number that was predicted.
+    """
     hits = tl.load(t.calibration_D2 + 2 * d, mask=d < D, other=0.0) + _PRIOR_STRENGTH
     predicted = tl.load(t.calibration_D2 + 2 * d + 1, mask=d < D, other=0.0) + _PRIOR_STRENGTH
     return (hits / predicted)[:, None]
@@ -311,9 +337,10 @@ def _calibration(t, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_without_model(t, slot, d, k, token, count, survival, price, MODEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts what would be submitted without the model's drafts, and keeps the first token of it in `alone_token_S`.
+    """Counts which tokens would be submitted for a request without the drafter with weights (the model).
 
-    If the model has not drafted, nothing is counted and the token is -1.
+    Writes the first of these tokens to `alone_token_S`. If the model has not drafted for the request, it counts nothing and
+    writes -1.
     """
     worth = tl.where(d == MODEL, 0.0, tl.sum(_worth(survival, price), axis=1))
     other, _, other_count = _best(worth, count, d)
@@ -332,10 +359,11 @@ def _count_without_model(t, slot, d, k, token, count, survival, price, MODEL: tl
 def _count_choice(  # type: ignore[no-untyped-def]
     t, d, k, found, count, most, rate, is_draft, price, MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """Counts in `spread_FQ` what is submitted, and what would be submitted if the model had drafted to each depth.
+    """Counts in `spread_FQ` what is submitted, and what would be submitted if the model had drafted to each possible depth.
 
-    The depths up to what the model has drafted are known, and those up to twice that plus 1 are foreseen. A token that was not
-    drafted is then assumed to have the rate of the last one that was. The laboratory's kernel is `_count_depths`.
+    The model is the drafter with weights. If it has drafted d tokens, the result is known for depths up to d, and foreseen for
+    depths up to 2 * d + 1. A token that it did not draft is assumed to have the acceptance rate of its last draft token. The
+    laboratory's kernel for a CPU is `_count_depths`.
     """
     survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
     calibration = _calibration(t, d, D)
@@ -366,7 +394,7 @@ def choose_for_request(  # type: ignore[no-untyped-def]
     texts, t, request, row_price, context_price, mean_price, most_drafts, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Submits the proposal of the highest worth for a request."""
+    """Submits the proposal with the highest worth for a request, so that the next engine step may verify it."""
     slot = tl.load(texts.slots_B + request).to(tl.int64)
     d = tl.arange(0, triton.next_power_of_2(D))
     k = tl.arange(0, triton.next_power_of_2(K))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context index, which counts which token followed each context, in tensors of fixed size on one device.
+"""The context index, which counts which token followed each context, in tensors of fixed size on the engine's device.
 
-One index serves all requests of an engine. A *salt* is a number that keeps texts apart which must not see each other. For
-example, the requests of a group may share a salt. No token leaves the device, and the host never waits for the device. Tokens
-are counted in the order of rows, positions and context lengths, on a GPU too. So the tables do not depend on the device, and
-the same rollout finds the same drafts again. The kernels are in `index_triton.py`.
+A *context* is the last m tokens of a text together with a salt. A *salt* is a number that keeps texts apart which must not see
+each other. For example, all requests with the same prompt may share a salt. One index serves all requests of an engine. No
+token leaves the device, and the host never waits for the device. Also on a GPU, tokens are counted in the order of requests,
+positions and context lengths. So the tables do not depend on the type of device, and the same rollout finds the same drafts
+again. The kernels are in `index_triton.py`.
 
-Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions.
+Shapes: B entries of the batch, S request slots, L longest text, K draft positions.
 
-A *context* is a salt and the last m tokens of a text. The index maps each context to the tokens that followed it::
+The index maps each context to the tokens that followed it::
 
     words int64 [buckets, 8]       one word for each of the 8 contexts of a bucket (64 bytes: one cache line)
         bits 63..16  High 48 bits of the context's key. They tell the contexts of a bucket apart.
@@ -18,17 +19,17 @@ A *context* is a salt and the last m tokens of a text. The index maps each conte
         bits 63..32  Token.
         bits 31..0   Count. A candidate of count 0 is unused.
 
-**Key** of a context of tokens t_1 (the last one) to t_m: mix64(salt + sum over j of (t_j + 1) * GAMMA * MIX_2^(j-1)),
-with the highest bit set so that no word is 0. The low bits of the key choose the bucket.
+**Key** of a context with the tokens t_1 (the last one) to t_m: mix64(salt + sum over j of (t_j + 1) * GAMMA * MIX_2^(j-1)).
+Its highest bit is set, so that no word is 0. The low bits of the key choose the bucket.
 
-**Ranks.** A context that is counted gains `GAIN` ranks, but it is never more than `MAX_LEAD` above the lowest rank of its
-bucket. A new context takes a free slot, or else the slot of the lowest rank, and starts one rank above the lowest. So new
+**Ranks.** A context that is counted gains `GAIN` ranks, but its rank is never more than `MAX_LEAD` above the lowest rank of
+its bucket. A new context takes a free slot, or else the slot with the lowest rank. It starts one rank above the lowest. So new
 contexts raise the lowest rank, and a context that is no longer counted is replaced at some point, even if it was popular. A
 context that was counted twice outlives many that were counted once. The ranks of a bucket are at most MAX_LEAD + 1 apart, so
-they can be compared modulo 2^16. Therefore ranks are never rescaled, and counting writes a single word.
+they can be compared modulo 2^16. Therefore ranks never need to be rescaled, and counting writes a single word.
 
-**Counts.** A token that is not a candidate replaces the candidate of the lowest count. It starts from that count plus one
-(space-saving, Metwally et al. 2005). When a count reaches `MAX_COUNT`, all four counts of the context are halved, so old text
+**Counts.** A token that is not a candidate replaces the candidate with the lowest count. It starts from that count plus one
+(space-saving, Metwally et al. 2005). When a count reaches `MAX_COUNT`, all four counts of the context are halved. So old text
 counts less and less.
 """
 
@@ -44,70 +45,77 @@ from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 BUCKET_SLOTS = 8
 """Number of contexts in a bucket."""
 NUM_CANDIDATES = 4
-"""Number of candidates of a context."""
+"""Number of tokens that the index remembers for a context, which are those that followed it most often."""
 RANK_BITS = 16
-"""Number of bits of a rank."""
+"""Number of bits of a word that hold the context's rank."""
 RANK_MASK = (1 << RANK_BITS) - 1
-"""Bits of a word that hold the rank."""
+"""Mask of the bits of a word that hold the context's rank."""
 IN_USE = 1 << 63
-"""The highest bit, which is set in every key."""
+"""The highest bit of a key. It is set in every key, so that the word of a context is never 0."""
 GAIN = 4
-"""Ranks that a context gains when it is counted."""
+"""Number of ranks that a context gains each time it is counted."""
 MAX_LEAD = 16
-"""Largest number of ranks that counting can put a context above the lowest of its bucket."""
+"""A context that is counted never gets a rank that is more than this above the lowest rank of its bucket."""
 
 NO_SALT = -(1 << 63)
-"""Salt of a request for which nothing is looked up, because no index knows its texts."""
+"""Salt of a request for which nothing is looked up, because the index knows no texts for it."""
 NO_RANK = 1 << 20
 FREE = -1 << 20
 OWN = -1 << 21
-"""Artificial ranks outside the range of real ones. They order the slots of a bucket when one of them is chosen for a key.
-`OWN` stands for the key's own slot, which comes first. `FREE` stands for a free slot, which comes before any that is taken.
-`NO_RANK` is above all of them, and stands for no slot."""
+"""Numbers that stand in for ranks when a slot of a bucket is chosen for a key. The slot with the smallest number is chosen.
+`OWN` is for the slot that already has the key, and comes first. `FREE` is for a free slot, and comes before all slots in use.
+`NO_RANK` is above every rank, and is for no slot at all."""
 
 COUNT_MASK = (1 << 32) - 1
-"""Bits of a candidate that hold the count."""
+"""Mask of the bits of a candidate that hold its count."""
 MAX_COUNT = 16
-"""The count at which all counts of a context are halved."""
+"""When a count reaches this number, all counts of the context are halved."""
 MAX_LISTED = 1 << 14
-"""Most text positions of all rows together that an index learns in a step. The others wait for the next step (`unread.py`)."""
+"""Largest number of tokens that an index learns in an engine step, over all texts together. Further tokens wait for the next
+engine step (`unread.py`)."""
 FEWEST_SLOTS = 1 << 10
-"""Number of contexts that the smallest index holds."""
+"""Number of contexts for which the smallest index has room."""
 MAX_SLOTS = 1 << 24
-"""Most contexts that an index holds unless a user asks for more. Each one takes 40 bytes."""
+"""Largest number of contexts for which an index has room, unless a user asks for more. Each context takes 40 bytes."""
 
 
 def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
-    """Returns the lengths of the contexts that are counted, ascending.
+    """Returns the lengths of the contexts that an index counts, in tokens and ascending.
 
-    They are all lengths up to 2, and then every second one. The others would take time and improve drafts only a little.
+    These are the lengths from `shortest` to 2, and the even lengths from 4 to `longest`. Counting other lengths too would take
+    time and improve drafts only a little.
     """
     return (*range(shortest, min(longest, 2) + 1), *range(4, longest + 1, 2))
 
 
 def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int]) -> int:
-    """Returns the number of contexts that an index should hold, a power of two.
+    """Returns for how many contexts an index should have room, as a power of two.
 
-    Every token creates one context of each length in `orders`. At least half of these contexts are shared by the rollouts of a
-    group and by repetitions in them. So the index gets a slot for half of the contexts of `max_num_seqs` texts of full length,
-    rounded up, but no more than `MAX_SLOTS`. A smaller index only drafts less, because it forgets earlier.
+    Each token of a text adds one context of each length in `orders`. At least half of these contexts repeat within a response
+    or in other responses to the same prompt. So the result is half the number of contexts of `max_num_seqs` texts of full
+    length, rounded up, but at most `MAX_SLOTS`. A smaller index forgets earlier and so drafts less, but does no other harm.
     """
     wanted = max(FEWEST_SLOTS, max_num_seqs * max_model_len * len(orders) // 2)
     return min(1 << (wanted - 1).bit_length(), MAX_SLOTS)
 
 
 class ContextIndex:
-    """A hash table from (salt, last m tokens) to the tokens that followed and their counts.
+    """A hash table that maps a context to the tokens that followed it and their counts.
 
-    Owns `words` and `candidates`, which the docstring of this module explains.
+    A context is a salt and the last m tokens of a text. Owns the tensors `words` and `candidates`, which the docstring of this
+    module explains.
 
-    Invariant: the first `learned_S[s]` tokens of request slot s have been counted.
+    Invariant: for the text in request slot s, the first `learned_S[s]` tokens have been counted.
 
-    Example: in each step, call `index.learn(texts, salts_S, learned_S, max_new)`, and then `index.walk(texts, salts_S, ...)`.
+    Example: in each engine step, call `index.learn(texts, salts_S, learned_S, max_new)`, and then `index.walk(texts, salts_S,
+    ...)`.
     """
 
     def __init__(self, num_slots: int, orders: tuple[int, ...], device: torch.device) -> None:
-        """Creates an empty index of `num_slots` contexts, a power of two. `orders` are the lengths of contexts, ascending."""
+        """Creates an empty index with room for `num_slots` contexts, which must be a power of two.
+
+        `orders` are the lengths of the contexts that it counts, in tokens and ascending.
+        """
         assert num_slots.bit_count() == 1 and num_slots >= BUCKET_SLOTS
         self.orders = orders
         kernels = kernels_for(device.type, KernelModule.STEP)
@@ -116,30 +124,35 @@ class ContextIndex:
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: ModuleType) -> None:
-        """Calls the kernels of this module from now on, and makes the module's own buffers for what a step learns."""
+        """Makes the index call the kernels in the Python module `kernels` from now on.
+
+        The module also allocates the buffers that it needs for the tokens to learn.
+        """
         self._kernels = kernels
         self.listed = kernels.listing_buffers(len(self.orders), self.words.device)
 
     def learn(self, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int) -> None:
-        """Counts the new tokens of each text as continuations of their contexts.
+        """Counts the new tokens of each text as tokens that followed their contexts.
 
         Args:
-            texts: the texts of the batch. Rows whose slot is outside 0..S-1 are skipped.
-            salts_S: int64, the salt under which each request reads and writes contexts.
-            learned_S: int32, how many tokens of each text were counted before. It is updated.
-            max_new: most new tokens per text. The rest of a longer text waits for the next call. So do tokens beyond
-                `MAX_LISTED` in all texts together.
+            texts: the texts of the batch. An entry whose slot is not within 0..S-1 is skipped.
+            salts_S: salt of each request, int64. Requests with different salts share no contexts.
+            learned_S: number of tokens of each text that were counted before, int32. The call updates it.
+            max_new: largest number of new tokens of a text that are counted in this call. Further tokens wait for the next
+                call.
+            So do tokens beyond `MAX_LISTED` in all texts together.
         """
         self._kernels.learn(Lookup(self, salts_S, learned_S), texts, max_new)
 
     def walk(
         self, texts: Texts, salts_S: torch.Tensor, level_rates: torch.Tensor, floor: float, out: Proposals
     ) -> None:
-        """Extends each text by the likeliest continuation of its longest known context, token by token.
+        """Proposes a continuation of each text, token by token.
 
-        A walk ends where no context is known, or where the product of the tokens' acceptance rates falls below `floor`.
-        `level_rates` are these rates by evidence level, float32 [NUM_LEVELS]. `texts` and `salts_S` are as for `learn`. Beyond
-        the tokens that are found, the buffers in `out` are not changed.
+        Each proposed token is the one that most often followed the longest context that is known. A proposal ends where no
+        context is known, or where the product of its tokens' acceptance rates falls below `floor`. `level_rates` has the
+        acceptance rate of each evidence level, float32 [NUM_LEVELS]. `texts` and `salts_S` are as for `learn`. The buffers in
+        `out` are not changed beyond the tokens that are proposed.
         """
         assert len(level_rates) == NUM_LEVELS
         without_learning = Lookup(self, salts_S, learned_S=salts_S)  # a walk does not read `learned_S`
@@ -148,14 +161,14 @@ class ContextIndex:
 
 @dataclass(frozen=True)
 class Lookup:
-    """The context index of a drafter, and what the kernels need to know to use the index for it."""
+    """The context index of a drafter, and the tensors and settings with which the kernels use it."""
 
     index: ContextIndex
     salts_S: torch.Tensor
-    """Salt of each request, int64."""
+    """Salt of the request in each slot, int64."""
     learned_S: torch.Tensor
-    """Number of tokens of each request that have been counted, int32."""
+    """Number of tokens of the text in each slot that the index has counted, int32."""
     drafter: int = 0
-    """Number of the drafter on the draft board."""
+    """Index of the drafter on the draft board."""
     learns: bool = True
-    """Whether the index learns the texts of the requests in each step."""
+    """Whether the index counts the new tokens of the requests in each engine step."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context index on a GPU, as functions that the kernels in `step_triton.py` call. `device_index.py` explains the tables.
 
-Learning takes two launches. In the first, programs list the keys of all new contexts in the order in which a CPU counts them.
+Learning takes two launches. In the first, programs list the keys of all new contexts, in the order in which a CPU counts them.
 In the second, each program owns a part of the buckets, and counts the listed contexts of its part in order. No two programs
-write the same bucket, so the result is equal bit for bit to that of the laboratory's kernels for a CPU.
+write the same bucket. So the result has the same bits as that of the laboratory's kernels for a CPU.
 
-Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
-before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R rows read at a time. P tokens of a
-window, I slots of a bucket, C candidates of a slot, G evidence levels.
+Shapes: B entries of the batch, S request slots, L longest text, K draft positions. N positions listed at a time, J tokens
+before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R batch entries read at a time. P
+tokens of a window, I slots of a bucket, C candidates of a slot, G evidence levels.
 
 Constants of an index: bit m of ORDER_BITS is set if contexts of m tokens are counted, and NUM_ORDERS bits are set. LANES is
-the length of the longest context, rounded up to a power of two. BUCKET_MASK is the number of buckets less one.
+the length of the longest context, rounded up to a power of two. BUCKET_MASK is the number of buckets minus one.
 """
 
 from typing import Any, NamedTuple
@@ -44,28 +44,32 @@ _ROWS = tl.constexpr(128)
 _KEYS = tl.constexpr(256)
 
 BLOCK = 16
-"""Text positions that a program lists at a time."""
+"""Number of text positions that a program lists at a time."""
 _BLOCK = tl.constexpr(BLOCK)
 
 
 class Index(NamedTuple):
-    """Tensors of one drafter's index. N is `MAX_LISTED`, and M is the number of context lengths that are counted."""
+    """The tensors of one context index and of the drafter that uses it.
+
+    N is `MAX_LISTED`, and M is the number of context lengths that are counted. To *list* a context means to write down its key
+    in one launch, so that the next launch counts it.
+    """
 
     words: Any
     candidates: Any
     salts_S: Any
     learned_S: Any
     keys_NM: Any
-    """Keys of the listed contexts, int64, and 0 where there is no context."""
+    """Keys of the listed contexts, int64. A key is 0 where the text is too short for a context of that length."""
     tokens_N: Any
-    """Token at each listed position, int32."""
+    """Token that followed each listed context, int32."""
     num_listed: Any
-    """Number of listed positions, int32."""
+    """Number of listed text positions, int32."""
 
 
 @triton.jit
 def mix64(z):  # type: ignore[no-untyped-def]
-    """Returns SplitMix64's output function of a uint64."""
+    """Returns the bits of a uint64 mixed by the output function of SplitMix64."""
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
     return z ^ (z >> 31)
@@ -83,9 +87,10 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
-    """Returns the slot that a key has from now on, and whether the slot was the key's own before. The key gains ranks.
+    """Finds the slot of a key in its bucket or gives it one, and raises the rank of the key.
 
-    The cost of slot i is `OWN`, `FREE` or its rank. The smallest of all cost * 8 + i gives both the lowest cost and its slot.
+    Returns the slot, and whether the key had it before. The cost of slot i is `OWN`, `FREE` or its rank. The minimum of cost *
+    8 + i gives both the lowest cost and its slot.
     """
     i_I = tl.arange(0, _BUCKET_SLOTS)
     line = (key & bucket_mask) * _BUCKET_SLOTS
@@ -109,7 +114,10 @@ def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count(candidates, slot, token, is_own):  # type: ignore[no-untyped-def]
-    """Counts a token among the candidates of a slot. A new token replaces the candidate of the lowest count."""
+    """Counts a token among the candidates of a slot. A token that is not among them replaces the one with the lowest count.
+
+    `is_own` is false if the slot has just been given to another context, whose candidates are none yet.
+    """
     c_C = tl.arange(0, _NUM_CANDIDATES)
     at_C = candidates + slot * _NUM_CANDIDATES + c_C
     candidate_C = tl.load(at_C, mask=c_C < tl.where(is_own, _NUM_CANDIDATES, 0), other=0)
@@ -125,9 +133,10 @@ def _count(candidates, slot, token, is_own):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _num_new(index, texts, row_R, mask_R, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
-    """Returns each row's slot, whether it has one, and the start, the end and the number of its new tokens.
+    """Returns the request slot and the range of new tokens of each batch entry in `row_R`.
 
-    A row without a slot has no new tokens.
+    The result consists of the slot, whether there is one, and the start, the end and the number of the new tokens. An entry
+    without a slot has no new tokens.
     """
     slot_R = tl.load(texts.slots_B + row_R, mask=mask_R, other=-1).to(tl.int64)
     has_slot_R = (slot_R >= 0) & (slot_R < num_slots)
@@ -139,7 +148,7 @@ def _num_new(index, texts, row_R, mask_R, num_slots, longest, max_new):  # type:
 
 @triton.jit
 def _num_before(index, texts, row, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
-    """Returns the number of new tokens of the rows before `row`."""
+    """Returns how many new tokens the entries of the batch before entry `row` have together."""
     num = 0
     for first in range(0, row, _ROWS):
         row_R = first + tl.arange(0, _ROWS)
@@ -153,9 +162,10 @@ def list_contexts(  # type: ignore[no-untyped-def]
     index, texts, row_stride, num_slots, longest, max_new, row, num_rows, part, num_parts,
     ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Lists blocks part, part + num_parts, ... of a row's new tokens, with the keys of the contexts before each token.
+    """Lists the new tokens of one text, each with the keys of the contexts before it, so that `learn_listed` can count them.
 
-    Rows are listed one after another, up to `MAX_LISTED` tokens. A token below 0 has no contexts.
+    This program lists the blocks part, part + num_parts, and so on, of the new tokens of entry `row` of the batch. The texts
+    of all entries are listed one after another, up to `MAX_LISTED` tokens. A token below 0 gets no contexts.
     """
     slot, has_slot, start, _, num = _num_new(index, texts, row, True, num_slots, longest, max_new)
     is_last = (row == num_rows - 1) & (part == 0)
@@ -190,7 +200,7 @@ def list_contexts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts the listed tokens in order, as continuations of those contexts whose buckets belong to part number `part`."""
+    """Counts the listed tokens in order, for those contexts whose buckets belong to part number `part`."""
     num_keys = tl.load(index.num_listed) * NUM_ORDERS
     for first in range(0, num_keys, _KEYS):
         e_E = first + tl.arange(0, _KEYS)
@@ -209,7 +219,10 @@ def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: 
 
 @triton.jit
 def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type: ignore[no-untyped-def]
-    """Writes to `learned_S` up to which token each text was listed. Nothing else may read `learned_S` at the same time."""
+    """Writes to `learned_S` how many tokens of each text have been listed by now.
+
+    No other program may read `learned_S` at the same time.
+    """
     room = _MAX_LISTED + 0
     for first in range(0, num_rows, _ROWS):
         row_R = first + tl.arange(0, _ROWS)
@@ -224,7 +237,10 @@ def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type
 
 @triton.jit
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the first candidate with the highest count, that count, and the evidence level. Without a slot, `order` is 0."""
+    """Returns the candidate with the highest count (the first of several), this count, and the evidence level.
+
+    The candidates are those of a context of `order` tokens. If no context was found, `order` is 0 and so is the count.
+    """
     c_C = tl.arange(0, _NUM_CANDIDATES)
     num = tl.where(order > 0, _NUM_CANDIDATES, 0)
     candidate_C = tl.load(candidates + slot * _NUM_CANDIDATES + c_C, mask=c_C < num, other=0)
@@ -243,10 +259,11 @@ def walk_row(  # type: ignore[no-untyped-def]
     index, texts, row_stride, num_slots, longest, row, rate_G, floor, out, K: tl.constexpr, MOST: tl.constexpr,
     ORDER_BITS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the likeliest continuation of a row's text to `out`. `rate_G` is the acceptance rate of each evidence level.
+    """Writes the likeliest continuation of one text to `out`. `rate_G` is the acceptance rate of each evidence level.
 
-    The window holds the last LANES tokens of the text, and then the drafts. `factor_P` holds the factor that each of these
-    tokens has in the key of a context that ends with the latest token. So no token is read twice.
+    The window holds the last LANES tokens of the text, followed by the draft tokens. The key of a context is a sum over its
+    tokens, each multiplied by a factor. `factor_P` has these factors for a context that ends with the latest token. So no
+    token is read twice.
     """
     WINDOW: tl.constexpr = triton.next_power_of_2(LANES + MOST)
     slot = tl.load(texts.slots_B + row).to(tl.int64)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels of the draft board and the context indexes. The three of a step are `_observe`, `_learn` and `_propose`.
+"""GPU kernels that serve the draft board and all context indexes of an engine together.
 
-`DraftBoard` and `ContextIndex` say what the kernels compute. Each launch serves the board and all indexes. A board without
-indexes, and an index without a board, work too. A program is a single warp, because it mostly waits for memory and there are
-many programs.
+In an engine step, `_observe` and `_learn` read the sampled tokens, and `_propose` proposes drafts and chooses among them.
+`DraftBoard` and `ContextIndex` say what the kernels compute. A board without indexes works too, and so does an index without a
+board. A program is a single warp, because it mostly waits for memory and there are many programs.
 
-Shapes and constants are as in `board.py` and `index_triton.py`. D is 0 without a board. Each constant of the indexes is a
-separate tuple, because Triton 3.6 does not support records of constants.
+Shapes and constants are as in `board.py` and `index_triton.py`. D is 0 without a board. The constants of the indexes are
+passed as one tuple for each constant, because Triton 3.6 does not support records of constants.
 """
 
 from collections.abc import Sequence
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from nemo_specrollout.drafters.board import DraftBoard, Tables
 
 MAX_PARTS = 512
-"""Most programs that share the buckets of an index."""
+"""Largest number of programs among which the buckets of an index are divided."""
 MAX_PROGRAMS = 1 << 14
-"""Largest number of programs of a launch."""
+"""Largest number of programs of a kernel launch."""
 _NUM_LEVELS = tl.constexpr(NUM_LEVELS)
 # Triton must not specialize kernels for 1 and multiples of 16, because that is not worth another compilation.
 _INTEGERS = ["row_stride", "num_slots", "longest", "max_new", "num_rows", "step"]
 
 
 class BoardMemory(NamedTuple):
-    """Tensors of a draft board, and buffers for the sums of each step."""
+    """The tensors of a draft board, with buffers for what each engine step adds to them."""
 
     tables: "Tables"
     sums: Sums
@@ -49,7 +49,7 @@ class BoardMemory(NamedTuple):
 
 @triton.jit
 def _given(number, number_ptr):  # type: ignore[no-untyped-def]
-    """Returns a number of the step. In a CUDA graph it is read from memory, because it may change between replays."""
+    """Returns `number`, or in a CUDA graph the number at `number_ptr`, which may change between replays."""
     if number_ptr is not None:
         number = tl.load(number_ptr)
     return number
@@ -61,7 +61,11 @@ def _observe(  # type: ignore[no-untyped-def]
     K: tl.constexpr, E: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, 0) observes request b, if there is a board. The other programs of b share the new tokens of its text."""
+    """Learns from the tokens that an engine step has sampled, and lists the new contexts for `_learn`.
+
+    If there is a board, program (b, 0) learns from entry b of the batch. The other programs (b, ...) divide the new tokens of
+    the entry's text among themselves.
+    """
     step = _given(step, step_ptr)
     row = tl.program_id(0)
     num_rows = tl.num_programs(0)
@@ -85,7 +89,7 @@ def _learn(  # type: ignore[no-untyped-def]
     texts, num_slots, longest, max_new, num_rows, indexes, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i) counts the listed contexts of part p of index i."""
+    """Counts the contexts that `_observe` has listed. Program (p, i) counts those in part p of the buckets of index i."""
     part = tl.program_id(0)
     num_parts = tl.num_programs(0)
     for i in tl.static_range(len(LANES)):
@@ -102,7 +106,10 @@ def _propose(  # type: ignore[no-untyped-def]
     REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr,
     DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
+    """Proposes drafts. Program b first proposes tokens for entry b of the batch from each context index.
+
+    If there is a board, the program then chooses among the proposals of all drafters.
+    """
     row_price = _given(row_price, row_price_ptr)
     context_price = _given(context_price, context_price_ptr)
     mean_price = _given(mean_price, mean_price_ptr)
@@ -122,7 +129,7 @@ def _propose(  # type: ignore[no-untyped-def]
 
 
 def memory_of(tables: "Tables") -> BoardMemory:
-    """Returns a board's tensors together with new buffers for the sums of each step."""
+    """Returns the tensors of a board together with new buffers for what each engine step adds to them."""
     num_slots = len(tables.limit_S)
     num_drafters = len(tables.evidence_DE2)
     shared = (tables.evidence_DE2, tables.steps_TD2[0])
@@ -132,12 +139,12 @@ def memory_of(tables: "Tables") -> BoardMemory:
 
 
 def empty_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """Returns a table of an index, filled with int64 zeros."""
+    """Returns a tensor of int64 zeros, [num_rows, num_columns], for the words or candidates of an index."""
     return torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device)
 
 
 def listing_buffers(num_orders: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Returns buffers for the contexts that a step learns, which are the last three fields of `Index`."""
+    """Allocates buffers for the contexts that an engine step learns. They become the last three fields of `Index`."""
     keys_NM = torch.zeros(MAX_LISTED, num_orders, dtype=torch.int64, device=device)
     return keys_NM, keys_NM.new_zeros(MAX_LISTED, dtype=torch.int32), keys_NM.new_zeros(1, dtype=torch.int32)
 
@@ -150,19 +157,19 @@ def observe(
     lookups: Sequence[Lookup],
     max_new: int,
 ) -> None:
-    """Implements `DraftBoard.observe`."""
+    """Launches the kernels that learn from an engine step's tokens, for `DraftBoard.observe`."""
     _launch_observe(texts, lookups, max_new, outcomes, board.memory, step, **_sizes(board))
 
 
 def learn(lookup: Lookup, texts: Texts, max_new: int) -> None:
-    """Implements `ContextIndex.learn`."""
+    """Launches the kernels that count the new tokens of texts, for `ContextIndex.learn`."""
     _launch_observe(texts, [lookup], max_new, None, None, 0, D=0, K=0, E=0)
 
 
 def _launch_observe(
     texts: Texts, lookups: Sequence[Lookup], max_new: int, outcomes: Any, memory: Any, step: Any, **constants: int
 ) -> None:
-    """Launches a step's observation, and its learning if there is anything to learn."""
+    """Launches `_observe`, and `_learn` if there may be new tokens for an index. `memory` is None without a board."""
     num_rows = len(texts.slots_B)
     (num_slots, longest) = _bounds(texts, lookups)
     max_new = min(max_new, longest) if lookups else 0
@@ -188,7 +195,7 @@ def _launch_observe(
 
 
 def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence[Lookup], most: Any) -> None:
-    """Implements `DraftBoard.choose`."""
+    """Launches the kernel that proposes from the context indexes and chooses among all proposals, for `DraftBoard.choose`."""
     walks = [(lookup, board.proposals_of(lookup.drafter)) for lookup in lookups]
     constants = {"MODEL": board.model, "REFERENCE": board.reference, "S": len(board.tables.limit_S), **_sizes(board)}
     numbers = (number for value in (*price, most) for number in _number(value))
@@ -196,7 +203,10 @@ def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
-    """Implements `ContextIndex.walk`. The buffers must be contiguous, and have a row for each row of the batch."""
+    """Launches the kernel that proposes from one context index, for `ContextIndex.walk`.
+
+    The buffers in `out` must be contiguous, and must have as many rows as the batch has entries.
+    """
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
     constants = {"MODEL": -1, "REFERENCE": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
     _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, *3 * _number(0.0), *_number(0)), **constants)
@@ -219,7 +229,10 @@ def _launch_propose(
 
 
 def _number(value: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """Returns a number of the step as two arguments of a kernel, its value and, if it is a tensor, the tensor to read."""
+    """Returns two kernel arguments for one number, which are its value and a pointer.
+
+    If `value` is a tensor, the kernel reads the number from it, and the first argument is 0. Otherwise the pointer is None.
+    """
     return (0, value) if isinstance(value, torch.Tensor) else (value, None)
 
 
@@ -229,7 +242,7 @@ def _sizes(board: "DraftBoard") -> dict[str, int]:
 
 
 def _bounds(texts: Texts, lookups: Sequence[Lookup]) -> tuple[int, int]:
-    """Returns the number of request slots, and the length of the longest text."""
+    """Returns the number of request slots, and the largest number of tokens that a text can have."""
     num_slots, longest = texts.token_ids_SL.shape
     return min(num_slots, len(texts.total_len_S), *(len(lookup.learned_S) for lookup in lookups)), longest
 
@@ -240,7 +253,7 @@ def _index(lookup: Lookup) -> Index:
 
 
 def _shapes(lookups: Sequence[Lookup]) -> dict[str, tuple[int, ...]]:
-    """Returns the constants of the indexes."""
+    """Returns the compile-time constants of the indexes, each as a tuple with a value for each index."""
     orders = [lookup.index.orders for lookup in lookups]
     return {
         "ORDER_BITS": tuple(sum(1 << m for m in each) for each in orders),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text drafters, which have no weights and read the texts of requests on the engine's device. There is a class for each kind.
+"""Text drafters, which have no weights and propose tokens that they find in texts on the engine's device.
 
-Shapes: S request slots, B requests of the batch.
+Shapes: S request slots, B entries of the batch.
 """
 
 from abc import abstractmethod
@@ -28,11 +28,12 @@ from nemo_specrollout.drafters.unread import UnreadTokens
 class LookupDrafter(Drafter):
     """Finds a request's last tokens in earlier texts with the same salt, and proposes the tokens that followed them there.
 
-    Owns the context index, and `unread`, which bounds how many tokens the index has yet to read.
+    Requests with different salts do not see each other's texts. Owns the context index, and `unread`, which bounds how many
+    tokens the index has yet to read.
     """
 
     shortest_context: int
-    """Length of the shortest context that is counted, in tokens."""
+    """Number of tokens of the shortest contexts that the index counts."""
 
     def __init__(self, config: LookupDrafterConfig, num_slots: int, max_model_len: int, device: torch.device) -> None:
         orders = context_orders(self.shortest_context, config.max_order)
@@ -43,7 +44,11 @@ class LookupDrafter(Drafter):
 
     @abstractmethod
     def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
-        """Returns the salt of a new request, and the number of its first tokens that the index need not learn."""
+        """Returns a new request's salt, and how many tokens at the beginning of its text the index does not count.
+
+        Only requests with the same salt see each other's texts. `identity` is the request's `RequestIdentity`, and
+        `num_tokens` is the length of its text.
+        """
 
     def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
         salts, learned = zip(*(self.start_of(r.identity, r.num_tokens) for r in requests), strict=True)
@@ -60,11 +65,11 @@ class LookupDrafter(Drafter):
 
 
 class SuffixLookup(LookupDrafter):
-    """Proposes what siblings and earlier rollouts of the same prompt wrote after the same last tokens.
+    """Proposes the tokens that followed a request's last tokens in other responses to the same prompt, or in its own.
 
-    The idea is that of SuffixDecoding (arXiv 2411.04975). The requests of a group share contexts, to which tokens are added as
-    they are sampled. So a request that lags behind drafts from its siblings that are ahead. The salt depends on the prompt
-    alone, so rollouts of past epochs are remembered until the index needs the room.
+    The idea is that of SuffixDecoding (arXiv 2411.04975). All requests with the same prompt share their contexts, to which
+    each sampled token is added at once. So a request that lags behind gets drafts from samples that are ahead of it. The salt
+    depends on the prompt alone. So responses of past epochs are remembered until the index needs the room.
     """
 
     name = "suffix"
@@ -75,7 +80,10 @@ class SuffixLookup(LookupDrafter):
 
 
 class NgramLookup(LookupDrafter):
-    """Proposes what followed the same last tokens earlier in the request or its prompt (prompt lookup, Saxena 2023)."""
+    """Proposes the tokens that followed a request's last tokens earlier in its own text (prompt lookup, Saxena 2023).
+
+    The text is the prompt and the response so far.
+    """
 
     name = "ngram"
     shortest_context = 2
@@ -85,7 +93,7 @@ class NgramLookup(LookupDrafter):
 
 
 class RandomTokens(Drafter):
-    """Proposes random tokens. It serves to measure the worst case, and to test that outputs do not depend on drafts."""
+    """Proposes random tokens, to measure the worst case and to test that outputs do not depend on drafts."""
 
     name = "random"
 
@@ -107,9 +115,9 @@ def build_text_drafter(
     device: torch.device,
     most_paths: int = 1,
 ) -> Drafter:
-    """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device.
+    """Returns the text drafter that `config` names, for an engine with `num_slots` request slots.
 
-    `most_paths` is the most texts that a request brings along for the drafter `ahead`.
+    `most_paths` is the largest number of texts that a request can bring along for the drafter `ahead`.
     """
     if isinstance(config, RandomDrafterConfig):
         return RandomTokens(vocab_size)

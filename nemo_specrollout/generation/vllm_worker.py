@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM worker, which adds sampling that no draft can change, drafting and telemetry to vLLM's V2 model runner.
+"""The vLLM worker. It extends vLLM's V2 model runner by drafting, telemetry, and sampling that drafts cannot change.
 
-Most changes are made to the model runner that the worker owns. That runner seeds each request, verifies drafts by equality,
-and gets its drafts from the draft router in the place of vLLM's speculator. Three changes hold for the whole process:
+Most changes are made to the worker's model runner. It seeds each request, accepts a draft only if the policy samples the same
+token, and gets its drafts from the draft router instead of vLLM's speculator. Three changes affect the whole process:
 
 - Top-p gives the same result for a row in batches of all sizes (`compat.make_top_p_independent_of_batch`).
 - Before vLLM 0.32, drafters without weights are allowed (`text_method.allow_text_drafters`).
-- Before vLLM 0.28, vLLM's rule of acceptance is replaced while a batch is verified (`before_0_32.SwappingVerifier`).
+- Before vLLM 0.28, vLLM's acceptance rule is replaced while a batch is verified (`before_0_32.SwappingVerifier`).
 
-What differs between families of vLLM's model runners is in `generation/runners`.
+Code that differs between families of vLLM's model runners is in `generation/runners`.
 """
 
 import copy
@@ -54,13 +54,13 @@ _NativeWorker: Any = native_worker(compat.device_type())
 
 
 class VllmWorkerMixin(WorkerCalls):
-    """Extends a vLLM worker, and checks that the extension is in force before the engine may serve.
+    """Extends a vLLM worker. Before the engine may serve, it checks that nothing has replaced these extensions.
 
     The worker goes through four states in this order:
 
     1. It is created.
-    2. Its models are loaded. All of our memory is allocated now, so that vLLM's memory profile includes it.
-    3. Its KV cache is ready. From now on our sampling, verification and drafting are in force.
+    2. Its models are loaded. This package allocates all of its memory now, so that vLLM's memory profile includes it.
+    3. Its KV cache is ready. From now on this package samples, verifies and drafts.
     4. It is warmed up. From now on each request must have an identity (`RequestIdentity`).
     """
 
@@ -69,23 +69,23 @@ class VllmWorkerMixin(WorkerCalls):
     specrollout_config: SpecrolloutConfig
     specrollout_accounts: StepAccounts
     specrollout_router: DraftRouter | None = None
-    """Runs all drafters of the engine. None without drafters."""
+    """Runs all drafters of the engine. None if the engine has no drafters."""
     specrollout_samples: SampleStatsLog
     """Log of the policy versions that sampled each request, and of how many of its drafts were accepted."""
     specrollout_host_budget: HostBudget | None = None
-    """Chooses on the host which drafts an engine step verifies. None where vLLM chooses them on the device."""
+    """Chooses on the host which drafts an engine step verifies. None if vLLM chooses them on the device."""
     specrollout_host_chooses: str | None = None
-    """Reason why the host chooses the drafts, or None if the device does."""
+    """Reason why the host chooses the drafts that are verified, or None if the device does."""
     specrollout_ties: NearTies | None = None
     """Near-ties of early requests. None if the block does not run ahead, and on ranks other than the output rank."""
     specrollout_kept = Kept()
-    """Keeps files for later starts and for other engines. It keeps nothing without drafters, and until the warm-up is over."""
+    """Writes files for later starts and other engines. It writes none without drafters or before the warm-up is over."""
     specrollout_policy_version = 0
 
     # Methods of vLLM's worker for its life cycle.
 
     def init_device(self) -> None:
-        """Lets vLLM build its model runner. Raises RuntimeError unless it has all that this package relies on."""
+        """Lets vLLM build its model runner. Raises RuntimeError if the runner lacks something that this package relies on."""
         allow_text_drafters()
         super().init_device()  # type: ignore[misc]
         compat.verify_model_runner(self.model_runner)
@@ -96,7 +96,7 @@ class VllmWorkerMixin(WorkerCalls):
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM load its models, then adds verification and drafting."""
+        """Lets vLLM load its models, and then adds this package's verification and drafting to the model runner."""
         accept_published_heads()
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner = self.model_runner
@@ -117,15 +117,15 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_samples = self._sample_stats_log()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM allocate the KV cache. Raises RuntimeError unless our sampling, verification and drafting are in force."""
+        """Lets vLLM allocate the KV cache. Raises RuntimeError unless this package will sample, verify and draft."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         self._verify_in_force()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up our kernels, lets vLLM warm up with requests of its own, and from then on follows every request.
+        """Warms up this package's kernels and then vLLM's. From then on, the worker follows every request.
 
-        Our warm-up comes first, because vLLM reports everything that is compiled after its own. Ray's executor calls the
-        runner directly, so the methods of the runner are replaced and not those of the worker.
+        vLLM reports everything that is compiled after its own warm-up, so ours comes first. Ray's executor calls the model
+        runner directly, and not through the worker. Therefore methods of the runner are replaced here.
         """
         runner = self.model_runner
         router = self.specrollout_router
@@ -146,31 +146,31 @@ class VllmWorkerMixin(WorkerCalls):
         return times
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Releases the memory of captured features, and then lets vLLM put the worker to sleep."""
+        """Releases the memory of the features captured for a draft head, and then lets vLLM put the worker to sleep."""
         if self._capture is not None:
             self._capture.release()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """Writes all responses of the history, and then lets vLLM end the worker."""
+        """Waits until all responses of the history are written, and then lets vLLM end the worker."""
         self.specrollout_kept.close()
         super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM wake up. The head's weights may have been dropped and loaded again, so the head's canary starts over."""
+        """Wakes up vLLM's worker and then the drafters. A head's canary restarts, because its weights may be reloaded."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None:
             self.specrollout_router.woke_up()
 
     def _settle_budget(self, reason: str | None) -> None:
-        """Lets the host choose the drafts of each engine step if there is a `reason`, and otherwise the device."""
+        """Lets the host choose the drafts that are verified if there is a `reason`. Otherwise the device chooses them."""
         if reason and reason != self.specrollout_host_chooses:
             logger.warning("specrollout: the host chooses the drafts of each step: %s", reason)
         self.specrollout_host_chooses = reason
         self.specrollout_host_budget = HostBudget(self.model_runner, self.specrollout_router) if reason else None
 
     def _verify_in_force(self) -> None:
-        """Raises RuntimeError if this engine would sample, verify or draft in any other way than this package's."""
+        """Raises RuntimeError unless this package will sample, verify and draft in this engine."""
         runner = self.model_runner
         router = self.specrollout_router
         config = self.specrollout_config
@@ -190,7 +190,7 @@ class VllmWorkerMixin(WorkerCalls):
             raise RuntimeError("specrollout's budget is not in force: something replaced the adaptive verification")
 
     def _sample_stats_log(self) -> SampleStatsLog:
-        """Returns the draft router's log of samples, or without drafters a separate one whose counts stay zero."""
+        """Returns the draft router's log of samples. Without a draft router it is a new log, whose draft counts stay zero."""
         if self.specrollout_router is not None:
             return self.specrollout_router.samples
         zeros_S2 = torch.zeros(self.model_runner.max_num_reqs, 2, dtype=torch.int32)
@@ -203,10 +203,10 @@ class VllmWorkerMixin(WorkerCalls):
         return lengths_S
 
     def _next_positions(self) -> list[int]:
-        """Returns the position of the token that is sampled next in each request slot, counted from the start of the prompt.
+        """Returns the position of the next token to be sampled in each request slot, counted from the start of the prompt.
 
-        A request that decodes has read all of its text but the last token, so this position is the length of its text. While
-        a text is read in chunks, it is one more than the number of tokens that have been read.
+        If a request is decoding, this position is the length of its text. While its prompt is being read in chunks, the
+        position is one more than the number of tokens that have been read.
         """
         states = self.model_runner.req_states
         num_read_S = states.num_computed_prefill_tokens
@@ -217,7 +217,7 @@ class VllmWorkerMixin(WorkerCalls):
     # Methods of vLLM's model runner for engine steps.
 
     def _execute_step(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
-        """Wraps the runner's `execute_model`. It seeds new requests, notes which requests begin and end, and limits drafts."""
+        """Wraps the runner's `execute_model`. Seeds new requests, limits drafts, and notes which requests begin and end."""
         if options.get("dummy_run"):
             return self._execute_model(scheduler_output, *args, **options)
         identities = [self._set_seed(new) for new in scheduler_output.scheduled_new_reqs]
@@ -231,7 +231,7 @@ class VllmWorkerMixin(WorkerCalls):
         return output
 
     def _close_leaving(self, scheduler_output: Any) -> None:
-        """Ends records and drafting for requests that leave their slots in this step, before new requests take the slots."""
+        """Ends the records and the drafting of requests that leave their slots now, before new requests take these slots."""
         leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         if not leaving:
             return
@@ -249,7 +249,7 @@ class VllmWorkerMixin(WorkerCalls):
             self.specrollout_router.close(slots)
 
     def _open_new(self, scheduler_output: Any, identities: Sequence[RequestIdentity]) -> None:
-        """Starts records and drafting for new requests, whose slots vLLM's `execute_model` has just filled."""
+        """Starts the records and the drafting of new requests, which vLLM's `execute_model` has just put into slots."""
         if not identities:
             return
         slot_of = self.model_runner.req_states.req_id_to_index
@@ -269,7 +269,7 @@ class VllmWorkerMixin(WorkerCalls):
                 )
 
     def _sample_step(self, grammar_output: Any) -> Any:
-        """Wraps the runner's `sample_tokens`, which samples a step's tokens and then drafts for the next step."""
+        """Wraps the runner's `sample_tokens`, which samples the tokens of an engine step and then drafts for the next one."""
         state = self.model_runner.execute_model_state
         if state is None:
             return self._sample_tokens(grammar_output)
@@ -287,9 +287,9 @@ class VllmWorkerMixin(WorkerCalls):
         return output if router is None else router.end_step(batch, output)
 
     def _sample_without_speculator(self, grammar_output: Any) -> Any:
-        """Runs `sample_tokens` as if there were no speculator, for a step that neither has nor makes drafts.
+        """Runs `sample_tokens` as if there were no speculator, for an engine step that has no drafts and makes none.
 
-        With a speculator, vLLM would overwrite all drafts of the batch for nothing, because no step reads them.
+        With a speculator, vLLM would overwrite the drafts of the whole batch, although no engine step reads them.
         """
         runner = self.model_runner
         speculator = runner.speculator
@@ -300,10 +300,11 @@ class VllmWorkerMixin(WorkerCalls):
             runner.speculator = speculator
 
     def _set_seed(self, new: Any) -> RequestIdentity:
-        """Puts the seed of a new request's identity into a copy of its sampling parameters. Returns the identity.
+        """Puts the seed of a new request's identity into a copy of the request's sampling parameters. Returns the identity.
 
-        Bad requests are refused before they get here (`admission.py`). One that came another way must not end the engine,
-        because all other requests would be lost. So it is decoded without drafts, and an error is logged.
+        Bad requests are normally refused before they get here (`admission.py`). If one arrives nevertheless, an error must not
+        end the engine, because all of its other requests would be lost. So the request is decoded without drafts, and an error
+        is logged.
         """
         try:
             prompt = new.prompt_token_ids or []  # there are none if the prompt consists of embeddings
@@ -324,7 +325,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """Ends a training step. Returns `StepEnd` as a dict, or None on ranks other than the output rank.
 
-        The reply has the statistics of the requests with these `seeds`, or of all that have ended if `seeds` is None.
+        It contains the statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
         """
         if not is_output_rank():
             return None
@@ -340,20 +341,20 @@ class VllmWorkerMixin(WorkerCalls):
         return asdict(end)
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns `SampleStats` as a dict for each seed, or None for a request that this engine has not decoded."""
+        """Returns the `SampleStats` of the request with each seed as a dict, or None if this engine has not decoded it."""
         found = self.specrollout_samples.take(seeds)
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, which come from the head's canary and from the files that are kept."""
+        """Returns the alarms of the draft head's canary, and the problems with kept files, since the last call."""
         return ([] if self._monitor is None else self._monitor.take_alarms()) + self.specrollout_kept.take_alarms()
 
     def specrollout_keep_learned(self) -> None:
-        """Keeps what the engine has learned, for engines that start later. Call it while no request runs."""
+        """Writes what the engine has learned to files, for engines that start later. Call it while no request runs."""
         self.specrollout_kept.keep()
 
     def specrollout_weights_updated(self, seconds: float) -> None:
-        """Counts a weight update, during which the engine could make no engine steps for `seconds`."""
+        """Counts an update of the engine's weights, which kept the engine from making engine steps for `seconds`."""
         self.specrollout_accounts.num_weight_updates += 1
         self.specrollout_accounts.trace.stood_still(seconds)
         self.specrollout_policy_is(self.specrollout_policy_version + 1)
@@ -361,7 +362,7 @@ class VllmWorkerMixin(WorkerCalls):
             self._monitor.began("refit")
 
     def specrollout_policy_is(self, version: int) -> None:
-        """Sets the version of the engine's weights. Each update of the weights increments it."""
+        """Sets the policy version of the engine's weights. Each update of the weights adds 1 to it."""
         self.specrollout_policy_version = version
         if self.specrollout_samples.policy_version != version:
             self.specrollout_samples.policy_updated(version, self._next_positions())
@@ -371,7 +372,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the head in `folder`, and starts its canary with the acceptance that was measured on held-out texts."""
+        """Loads the draft head in `folder`, and starts its canary with the acceptance that was measured on held-out texts."""
         router = self.specrollout_router
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
@@ -380,9 +381,10 @@ class VllmWorkerMixin(WorkerCalls):
         router.monitor.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a store. Returns an error as text or None, because a full disk must not stop an engine.
+        """Writes captured features to a feature store. Returns an error as text instead of raising it, or None.
 
-        `place` has the arguments of `FeatureCapture.store`. This engine must be the only writer there.
+        A full disk must not stop an engine. `place` has the arguments of `FeatureCapture.store`. No other engine may write
+        there.
         """
         try:
             if self._capture is not None:
@@ -394,7 +396,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_save_teacher(self, file: str) -> str | None:
         """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
 
-        All tensor-parallel ranks must be called.
+        It must be called on all tensor-parallel ranks.
         """
         try:
             tensors = policy_teachers(self.model_runner)
@@ -405,7 +407,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns those near-ties of early requests, by name, that were not returned before."""
+        """Returns the near-ties of these early requests, by name and packed. Those that were returned before are left out."""
         if not is_output_rank():
             return None
         ties = self.specrollout_ties
@@ -413,20 +415,20 @@ class VllmWorkerMixin(WorkerCalls):
         return {name: one.packed() for name, one in found.items()}
 
     def specrollout_forget_ties(self) -> None:
-        """Forgets all near-ties up to now, of early requests that have ended and of those that are running."""
+        """Forgets all near-ties up to now, both of early requests that have ended and of those that are running."""
         if self.specrollout_ties is not None:
             self.specrollout_ties.forget(self._lengths_S)
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the predicted seconds of plain engine steps by number of requests, and those of one more draft row."""
+        """Returns the predicted seconds of plain engine steps by number of requests, and the seconds of one more draft row."""
         return self.specrollout_accounts.step_seconds() if is_output_rank() else None
 
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
-        """Returns `DrafterStats` as a dict, or None without remote drafters and on ranks other than the output rank."""
+        """Returns `DrafterStats` as a dict. It is None without remote drafters, and on ranks other than the output rank."""
         return None if self._remote is None else asdict(self._remote.stats())
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
-        """Sets the addresses of the remote drafters ("" for one that is down), and the secret that they share."""
+        """Sets the addresses of the remote drafters ("" for one that is down), and the secret that all of them share."""
         if self._remote is not None:
             self._remote.set_addresses(addresses, as_key(secret))
 
@@ -444,4 +446,4 @@ class VllmWorkerMixin(WorkerCalls):
 
 
 class SpecrolloutWorker(VllmWorkerMixin, _NativeWorker):
-    """vLLM's worker for this process's device, with this package's sampling and drafting."""
+    """vLLM's worker for the device of this process, with this package's sampling and drafting."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm start of an engine, by which it begins with acceptance rates and times that a similar engine has kept in a file.
+"""The warm start of an engine, which takes over acceptance rates and step times that a similar engine has kept in a file.
 
-What is read can only change how much is drafted and never a token, so any file that fits is safe to use.
+What is read can only change how much is drafted, and never a token. So it is safe to use any file that fits.
 
 Shapes: E kinds of evidence.
 """
@@ -30,26 +30,26 @@ from nemo_specrollout.learned.weights import weights_digest
 from nemo_specrollout.speculation.foresight import Foresight
 
 KIND = "engine"
-"""Prefix of the names of the files."""
+"""Prefix of the names of the files in which engines keep what they have learned."""
 _ROUNDING = 1e-3
-"""Share by which hits (accepted draft tokens) may exceed trials (judged ones) because both are decayed and rounded."""
+"""Accepted draft tokens may exceed judged ones by this share, because both numbers are sums that decay and are rounded."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The parts of an engine that learn."""
+    """The parts of an engine that learn from its engine steps."""
 
     router: DraftRouter
     accounts: StepAccounts
     foresight: Foresight | None
-    """What the host expects of drafts. None where the device chooses the drafts of an engine step."""
+    """Predicts on the host which drafts are accepted. None if the device chooses the drafts of an engine step."""
 
 
 class WarmStart:
-    """Owns the file of an engine, and what was read from it.
+    """Owns the file in which an engine keeps acceptance rates and step times, and what was read from it.
 
-    `begin` reads the file before the first engine step. All tensor-parallel ranks begin alike, because the first one sends
-    what it has read to the others. `keep` writes the file between two training steps, on the output rank.
+    `begin` reads the file before the first engine step. The first tensor-parallel rank sends what it has read to the others,
+    so that all ranks begin alike. `keep` writes the file between two training steps, on the output rank.
     """
 
     def __init__(self, config: SpecrolloutConfig, runner: Any, learning: Learning) -> None:
@@ -59,19 +59,19 @@ class WarmStart:
         self._weights = (
             "" if model_drafter is None else weights_digest(getattr(model_drafter, "model", model_drafter.type))
         )
-        """Digest of the weights that the drafter with weights has now."""
+        """Digest of the weights that the engine's drafter with weights has now."""
         self._file: KeptFile | None = None
-        """The engine's file, or None where nothing is kept."""
+        """The engine's file, or None if the engine keeps nothing."""
         folder = config.learned.folder
         if config.learned.warm_start and folder is not None:
             self._file = KeptFile(Path(folder), KIND, engine_key(config, runner, learning.router))
         self._found = Found(reason="nothing is kept")
         self._num_kept = 0
-        """Number of engine steps that this engine had made when it last kept what it has learned."""
+        """Number of engine steps that this engine had made when it last wrote its file."""
 
     @property
     def sentence(self) -> str | None:
-        """What the engine began with, for the user. None where nothing is kept, or where nothing had been kept yet."""
+        """A sentence that tells the user what the engine took over. None if it keeps nothing or if there was no file yet."""
         found = self._found
         if self._file is None or not found.is_told:
             return None
@@ -80,7 +80,7 @@ class WarmStart:
         return f"began with the rates and step times of {found.saved} after {found.num_steps:,} steps"
 
     def begin(self) -> None:
-        """Reads the file, if there is one that fits, and lets the engine begin with it."""
+        """Reads the engine's file if there is one that fits, and lets the engine take over its content."""
         if self._file is None:
             return
         self._found = agreed(self._file.read() if is_output_rank() else None)
@@ -92,9 +92,9 @@ class WarmStart:
             self._found = self._file.unfit(str(error))
 
     def loaded_head(self, folder: Path) -> None:
-        """Notes that the draft head now has the weights in `folder`, and that what was learned about it is forgotten.
+        """Notes that the draft head now has the weights in `folder`, about which the engine has learned nothing yet.
 
-        If the file that was read is about these weights, and no engine step was made since, the engine begins with it again.
+        If the engine has made no engine step yet and its file is about these weights, it takes over the file's content again.
         """
         self._weights = agreed(weights_digest(folder))
         found = self._found
@@ -103,9 +103,9 @@ class WarmStart:
             self._apply(found.state)
 
     def keep(self) -> None:
-        """Starts to write in a thread what the engine has learned, unless this was done a short time ago.
+        """Starts a thread that writes what the engine has learned to its file, unless it was written a short time ago.
 
-        Call it while the engine is idle.
+        Call it while the engine decodes no request.
         """
         file = self._file
         num_steps = self._learning.accounts.trace.num_steps
@@ -116,12 +116,12 @@ class WarmStart:
         file.keep(self._state(), self._found.num_steps + num_steps)
 
     def settle(self) -> None:
-        """Waits until what was kept is on disk."""
+        """Waits until everything that `keep` has begun to write is on the disk."""
         if self._file is not None:
             self._file.settle()
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the problem with the file since the last call, as a list of at most one dict, or an empty list."""
+        """Returns the problem with the engine's file since the last call, as a list of at most one dict."""
         problem = None if self._file is None else self._file.take_problem()
         return [] if problem is None else [{"sentence": problem}]
 
@@ -139,7 +139,10 @@ class WarmStart:
         }
 
     def _apply(self, state: Any) -> None:
-        """Lets all parts begin with a state. If one of them does not fit, raises ValueError before any part has changed."""
+        """Lets all parts of the engine take over a `state` from a file.
+
+        Raises ValueError if a part does not fit. Then no part has changed.
+        """
         learning = self._learning
         policy = learning.router.policy
         board = learning.router.board
@@ -163,9 +166,9 @@ class WarmStart:
 
 
 def _tables_of(state: Any, now: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tables of a drafter from the file's `state`, float64 arrays by name.
+    """Returns the draft board's tables about one drafter from a file's `state`, float64 arrays by name.
 
-    Raises Unfit unless they have the names and shapes of `now`, and all of their numbers are possible sums and rates.
+    Raises Unfit if their names or shapes differ from those of `now`, or if a number cannot be a sum or a rate.
     """
     if not isinstance(state, Mapping) or set(state) != set(now):
         raise Unfit("a drafter has other tables")
@@ -189,7 +192,7 @@ def _tables_of(state: Any, now: Mapping[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def engine_key(config: SpecrolloutConfig, runner: Any, router: DraftRouter) -> dict[str, Any]:
-    """Returns the properties that engines must have in common to begin with each other's rates and step times."""
+    """Returns the properties that two engines must share so that one can take over the rates and step times of the other."""
     vllm_config = runner.vllm_config
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -212,7 +215,10 @@ def engine_key(config: SpecrolloutConfig, runner: Any, router: DraftRouter) -> d
 
 
 def _drafter_key(drafter: DrafterConfig) -> dict[str, Any]:
-    """Returns the options on which rates and step times depend. Weights are compared separately, as a run may train them."""
+    """Returns the options of a drafter on which rates and step times depend.
+
+    The weights of a drafter in the engine are not among them. They are compared separately, because a run may train them.
+    """
     known: dict[str, Any] = {"type": drafter.type, "sampling": getattr(drafter, "sampling", None)}
     if isinstance(drafter, LookupDrafterConfig):
         known |= {"max_order": drafter.max_order, "num_slots": drafter.num_slots}
@@ -222,7 +228,7 @@ def _drafter_key(drafter: DrafterConfig) -> dict[str, Any]:
 
 
 def _digest(config: Any) -> str:
-    """Returns a digest of a model's configuration."""
+    """Returns a SHA-256 digest of a model's configuration."""
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history of finished responses by prompt, which all engines of a run share and which its next start finds again."""
+"""Keeps finished responses in files, so that all engines of a run and later starts of it can draft from them.
+
+The responses are found by the hash of their prompt.
+"""

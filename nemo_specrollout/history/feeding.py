@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which texts of a prompt are fed to a context index. The choice needs no device, although the index is on one."""
+"""Chooses which earlier responses to a prompt are fed to a context index. The host makes the choice without the device.
+
+A context index is a table on the device. It maps the last tokens of a text to the tokens that followed them in earlier texts
+(`drafters/device_index.py`).
+"""
 
 from collections.abc import Iterable, Sequence
 
 from nemo_specrollout.history.segments import Place
 
 PIECE = 1008
-"""Most new tokens that are fed at a time. A longer text is fed in several pieces."""
+"""Largest number of new tokens that are fed to the index at once. A longer text is fed in several pieces."""
 
 
 class Feeding:
-    """Chooses texts such that those of all active prompts fit into the index together, the newest of each prompt first.
+    """Chooses which texts to feed to the context index, so that the texts of all active prompts fit into it together.
 
-    A prompt is active while the engine has requests of it, and its texts are a group. An index forgets texts that later ones
-    displace. So a text counts as known only until half of the index's capacity was fed after it. Owns the number of tokens
-    that were fed so far, and for each text the value of this number when it was fed.
+    A text is an earlier response. All texts of one prompt are a group. A group is active while the engine has requests with
+    its prompt. The newest texts of a group are chosen first. The index overwrites old texts with new ones. Therefore a text no
+    longer counts as known to the index once later texts have filled half of it.
+
+    Owns a count of the tokens that were fed so far, and the value of this count when each text was fed.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -26,8 +32,9 @@ class Feeding:
     def chosen(self, texts: Iterable[tuple[Place, int]], num_groups: int) -> tuple[list[Place], bool]:
         """Returns which texts of a group to feed, and whether the index already knows another text of the group.
 
-        `texts` are all texts of the group with their numbers of tokens, the newest first, and `num_groups` is the number of
-        active groups.
+        A group is all texts of one prompt. `texts` has the place and the number of tokens of each of them, the newest text
+        first. `num_groups` is the number of active groups. The chosen texts and the known ones together take at most 1 / (2 *
+        `num_groups`) of the index.
         """
         room = self._most_tokens // (2 * max(num_groups, 1))
         chosen = []
@@ -43,7 +50,7 @@ class Feeding:
         return chosen, is_known
 
     def fed(self, place: Place, num_tokens: int) -> None:
-        """Notes that a text of `num_tokens` tokens is fed."""
+        """Notes that the text at `place`, which has `num_tokens` tokens, is being fed to the index."""
         self._num_fed += num_tokens
         self._fed_at.pop(place, None)
         self._fed_at[place] = self._num_fed
@@ -56,8 +63,9 @@ class Feeding:
 
 
 def tokens_of_index(num_slots: int, orders: Sequence[int]) -> int:
-    """Returns how many tokens of texts an index with room for `num_slots` contexts can hold if no two texts share contexts.
+    """Returns the number of tokens of texts that a context index with room for `num_slots` contexts can hold.
 
-    `orders` are the lengths of the contexts. Each token adds one context of each length.
+    `orders` are the context lengths, in tokens, that the index counts. Each token of a text adds one context of each length.
+    The result assumes that no two texts share contexts.
     """
     return num_slots // len(orders)

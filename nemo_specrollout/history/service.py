@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that does an engine's work on files of the history, so that no engine step waits for a file.
+"""Runs a thread that reads and writes an engine's history files, so that no engine step waits for a file.
 
-The engine's own thread tells the history thread which requests have begun and ended. In return it takes pieces of texts for
-its index. Both directions are queues, so neither thread waits for the other.
+The history has earlier responses by prompt. The engine's own thread tells the history thread which requests have begun and
+ended. The history thread hands back pieces of earlier responses, which the engine feeds to its context index. Each direction
+is a queue, so neither thread waits for the other.
 """
 
 import logging
@@ -23,47 +24,53 @@ from nemo_specrollout.history.store import HistoryStore
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.5
-"""Seconds between two checks for texts of other engines, if a check is quick."""
+"""Shortest time in seconds between two checks for texts that other engines have written."""
 LOOK_SHARE = 0.02
-"""Share of the thread's time that these checks may take."""
+"""Largest share of the history thread's time that is spent on checking for texts of other engines. If the checks are slow,
+they become rarer."""
 MOST_READY = 64
-"""Number of ready pieces from which on no further piece is prepared."""
+"""Number of pieces that may wait for the engine. While so many wait, no further piece is prepared."""
 
 
 class Piece(NamedTuple):
-    """A part of a text, ready for the index."""
+    """A part of an earlier response, ready to be fed to a context index."""
 
     group: int
-    """Hash of the text's prompt, which all samples of a prompt share."""
+    """Hash of the text's prompt, which is the same for all samples of the prompt."""
     num_context: int
-    """Number of leading tokens that are only contexts, because they belong to the prompt or to an earlier piece."""
+    """Number of tokens at the beginning that only serve as contexts. They belong to the prompt or to the previous piece."""
     tokens: np.ndarray
-    """Token ids, int32. A piece without tokens says that the index already knows texts of the group."""
+    """Token ids, int32. A piece without tokens tells the drafter that the index already knows texts of the group."""
 
 
 @dataclass(frozen=True)
 class HistoryFacts:
-    """Figures of an engine's history for the run's record."""
+    """Figures about an engine's history, which are written to the record of the run."""
 
     num_read: int
-    """Number of texts that the history had when the engine started."""
+    """Number of texts that were in the history when the engine started."""
     bytes_read: int
-    """Size of the history's files when the engine started, in bytes."""
+    """Size of the history's files in bytes when the engine started."""
     num_written: int
-    """Number of texts that this engine has added."""
+    """Number of texts that this engine has written to the history."""
     num_fed: int
-    """Number of texts that were fed to this engine's index."""
+    """Number of texts that were fed to this engine's context index."""
     num_from_others: int
-    """Number of fed texts that another engine or an earlier start has written."""
+    """How many of the fed texts were written by another engine or by an earlier start of the run."""
 
 
 class HistoryService:
-    """Owns the store of one engine, the thread that works on it, and the pieces that wait for the engine."""
+    """Reads and writes the history for one engine, in a thread of its own.
+
+    Owns the engine's `HistoryStore`, the thread, and the pieces of texts that wait for the engine.
+    """
 
     def __init__(self, store: HistoryStore, feeding: Feeding, num_context: int, vocab_size: int) -> None:
-        """`num_context` is the most tokens before a piece that are repeated at its beginning as its context.
+        """Starts the history thread. `feeding` chooses the texts that are fed to the context index.
 
-        A text is cut off before its first token that is not in the vocabulary, because the policy could not read that token.
+        Each piece of a text begins with up to `num_context` tokens from before it, as context for its first new tokens. A text
+        is cut off before its first token id that is negative or not below `vocab_size`, because the policy's embedding has no
+        row for it.
         """
         self._store = store
         self._feeding = feeding
@@ -72,11 +79,12 @@ class HistoryService:
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: deque[Piece] = deque()
         self._at_work: Counter[int] = Counter()
-        """Number of running requests of each group."""
+        """Number of running requests of each group. A group is the hash of a prompt."""
         self._waiting: dict[int, deque[Place]] = {}
-        """Texts of each group that wait to be fed. Groups take turns, so that each one soon has a text in the index."""
+        """Places of the texts that wait to be fed, by group (the hash of a prompt). The groups take turns, so that each of
+        them soon has a text in the index."""
         self._pieces: Iterator[Piece] = iter(())
-        """The rest of a text that is being read."""
+        """Pieces that are left of the text that is being read."""
         self._num_written = 0
         self._num_fed = 0
         self._num_from_others = 0
@@ -86,21 +94,27 @@ class HistoryService:
     # Calls from the engine's thread. None of them waits except `settle` and `close`.
 
     def opened(self, groups: Sequence[int]) -> None:
-        """Notes new requests of these groups. The texts of a group that the index does not know will then be read for it."""
+        """Notes new requests, by their groups, which are the hashes of their prompts.
+
+        The thread then reads those earlier responses of the groups that the context index does not know yet.
+        """
         self._events.put(lambda: self._begin(groups))
 
     def closed(self, groups: Sequence[int]) -> None:
-        """Notes that a request of each of these groups has left the engine."""
+        """Notes that requests have left the engine. `groups` has the hash of each request's prompt."""
         self._events.put(lambda: self._end(groups))
 
     def ended(self, texts: Callable[[], list[Text]]) -> None:
-        """Queues the texts of requests that have ended. The service's thread calls `texts`, which may wait for the device."""
+        """Queues the responses of ended requests for writing.
+
+        The history thread calls `texts` to get the responses. That call may wait for the device.
+        """
         self._events.put(lambda: self._write(texts()))
 
     def take(self, most_tokens: int, most_pieces: int) -> list[Piece]:
-        """Returns up to `most_pieces` pieces that are ready, with at most `most_tokens` tokens in total.
+        """Returns up to `most_pieces` pieces that are ready to be fed, with at most `most_tokens` tokens in total.
 
-        If any piece is ready, at least one is returned, whatever its length.
+        If the first piece alone has more tokens than that, it is returned alone.
         """
         pieces = list[Piece]()
         num_tokens = 0
@@ -116,7 +130,7 @@ class HistoryService:
         return bool(self._ready)
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until everything that was queued so far is done. Returns whether it was done in time."""
+        """Waits until the history thread has done all queued work. Returns False if `timeout_s` seconds do not suffice."""
         done = threading.Event()
         self._events.put(done.set)
         return done.wait(timeout_s)
@@ -126,11 +140,11 @@ class HistoryService:
         return HistoryFacts(store.num_read, store.bytes_read, self._num_written, self._num_fed, self._num_from_others)
 
     def take_problems(self) -> list[str]:
-        """Returns a sentence for each problem since the last call."""
+        """Returns a sentence for each problem with the history's files that has appeared since the last call."""
         return self._store.take_problems()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Writes what was not written yet and ends the thread, for which it waits up to `timeout_s`."""
+        """Writes all responses that are still queued and ends the thread. Waits for that up to `timeout_s` seconds."""
         self._events.put(None)
         self._thread.join(timeout_s)
 
@@ -157,14 +171,17 @@ class HistoryService:
         self._safely(self._store.close)
 
     def _safely(self, work: Callable[[], Any]) -> None:
-        """Calls `work`, and only logs its errors. They must not end the thread, because drafts must never cost an engine."""
+        """Calls `work` and logs its errors instead of raising them.
+
+        An error must not end the thread, because an engine must keep running even if its history fails.
+        """
         try:
             work()
         except Exception:
             logger.exception("specrollout: the history of responses failed, and goes on")
 
     def _prepare(self) -> None:
-        """Reads the next piece and makes it ready, if there is one."""
+        """Reads the next piece of a waiting text, if there is one, and makes it ready for the engine."""
         if (piece := self._next_piece()) is not None:
             self._ready.append(piece)
 
@@ -194,7 +211,7 @@ class HistoryService:
         self._num_written += len(self._store.append(texts))
 
     def _look(self) -> None:
-        """Finds the texts that other engines have written for groups with running requests, and lets them wait to be fed."""
+        """Finds other engines' responses to the prompts of running requests, and queues them for the context index."""
         for name, first, groups_R in self._store.refresh():
             at_work_R = np.isin(groups_R, np.fromiter(self._at_work, np.int64, len(self._at_work)))
             for i in np.flatnonzero(at_work_R).tolist():
@@ -220,7 +237,7 @@ class HistoryService:
         return piece
 
     def _parts(self, text: Text) -> Iterator[Piece]:
-        """Yields a text in pieces, each with the last tokens before it as its context."""
+        """Yields a text in pieces, each of which begins with the last tokens before it as context."""
         unknown = np.flatnonzero((text.tokens < 0) | (text.tokens >= self._vocab_size))
         tokens = text.tokens[: unknown[0] if len(unknown) else None]
         for begin in range(text.num_context, len(tokens), PIECE):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history of a run, which is a folder of segments with a bounded size, from which the oldest texts are removed first."""
+"""Stores the history of a run in a folder of segments. If the folder becomes too large, the oldest segments are removed."""
 
 import os
 import time
@@ -20,25 +20,27 @@ from nemo_specrollout.history.segments import (
 )
 
 SEGMENTS = 16
-"""A segment takes at most the folder's size divided by this number, because room is made by whole segments."""
+"""A segment takes at most the allowed size of the folder divided by this number. Only whole segments are removed to make room,
+so they must be small."""
 RETRY_S = 60.0
-"""Seconds after which a writer that could not write tries again."""
+"""Seconds after which writing is tried again if it has failed."""
 _MIB = 1 << 20
 
 
 class HistoryStore:
-    """The texts of a folder. Owns one segment that it writes, and readers of all segments.
+    """Reads and writes the history in a folder. Owns the segment to which it writes, and a reader for each segment.
 
-    Several processes and several runs may use one folder at once. Each writes segments of its own, and reads those of all. No
-    problem of the disk raises an error. `take_problems` returns a sentence about it, and the store goes on with what is left.
+    Several processes and several runs may use the same folder at once. Each process writes segments of its own, and reads
+    those of all. Problems of the disk raise no errors. Instead `take_problems` returns sentences about them, and the store
+    continues with the files that still work.
     """
 
     def __init__(
         self, folder: Path, most_bytes: int, fingerprint: bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`most_bytes` bounds the size of the folder's files. `fingerprint` is 16 bytes that differ between tokenizers.
+        """`most_bytes` bounds the size of the files in `folder`. `fingerprint` has 16 bytes that differ between tokenizers.
 
-        `clock` returns seconds.
+        `clock` returns the time in seconds.
         """
         self._folder = folder
         self._most_bytes = most_bytes
@@ -47,22 +49,22 @@ class HistoryStore:
         self._readers: dict[str, SegmentReader] = {}
         self._foreign: set[str] = set()
         self._seen_bytes: dict[str, int] = {}
-        """Size of each segment in bytes when its rows were last read."""
+        """Size of each segment in bytes at the time when its rows were last read."""
         self._writer: SegmentWriter | None = None
         self._own: set[str] = set()
         """Names of the segments that this store has written."""
         self._writes_again_at = 0.0
-        """Time on the clock from which on writing is tried again after it failed."""
+        """After writing has failed, it is not tried again before this time of the clock."""
         self._has_folder = True
         self._said: set[str] = set()
         self._problems: list[str] = []
         self.num_read = 0
-        """Number of texts in the folder when it was opened."""
+        """Number of texts that the folder had when it was opened."""
         self.bytes_read = 0
         """Size of the folder's files in bytes when it was opened."""
 
     def open(self) -> None:
-        """Makes the folder if there is none, and reads the rows of all texts in it."""
+        """Creates the folder if it does not exist, and reads the rows of all texts that are in it, but not their tokens."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -85,9 +87,10 @@ class HistoryStore:
             )
 
     def append(self, texts: Sequence[Text]) -> list[Place]:
-        """Writes those texts that the folder does not have yet. Returns their places, or nothing if they could not be written.
+        """Writes the texts that the folder does not have yet, and returns their places.
 
-        It may already have a text because repeated steps and greedy samples produce the same texts again.
+        Returns an empty list if there is no new text or if writing fails. The folder may already have a text, because a
+        repeated training step or a greedy sample produces the same response again.
         """
         texts = [text for text in texts if not any(reader.has(text) for reader in self._readers.values())]
         if not texts or not self._has_folder or self._clock() < self._writes_again_at:
@@ -104,10 +107,10 @@ class HistoryStore:
         return [Place(writer.name, first + i) for i in range(len(texts))]
 
     def refresh(self) -> list[tuple[str, int, np.ndarray]]:
-        """Reads the rows that were added since the last call, and removes old segments if the folder has become too large.
+        """Reads the rows that were added since the last call. Removes the oldest segments if the folder is too large.
 
-        Returns, for each segment to which another process has added texts, its name, the row of the first of these texts, and
-        their groups, int64.
+        Returns a tuple for each segment to which another process has added texts. The tuple has the segment's name, the row
+        index of the first added text, and the groups (hashes of the prompts) of the added texts, int64.
         """
         sizes = self._sizes()
         self._make_room(sizes)
@@ -131,7 +134,7 @@ class HistoryStore:
         return added
 
     def find(self, group: int) -> list[tuple[Place, int]]:
-        """Returns the places of a group's texts and their numbers of tokens, the newest first."""
+        """Returns the place and the number of tokens of each text of a group (the hash of a prompt), the newest text first."""
         found = []
         for name in sorted(self._readers, reverse=True):
             reader = self._readers[name]
@@ -139,11 +142,11 @@ class HistoryStore:
         return found
 
     def is_own(self, place: Place) -> bool:
-        """Returns whether this store has written a text."""
+        """Returns whether this store has written the text at `place`."""
         return place.segment in self._own
 
     def read(self, place: Place) -> Text | None:
-        """Returns a text, or None if it was removed or is damaged."""
+        """Returns the text at `place`, or None if it was removed or is damaged."""
         reader = self._readers.get(place.segment)
         try:
             text = None if reader is None else reader.read(place.row)
@@ -154,13 +157,13 @@ class HistoryStore:
         return text
 
     def take_problems(self) -> list[str]:
-        """Returns a sentence for each new kind of problem since the last call. Each kind is reported only once."""
+        """Returns a sentence for each new kind of problem since the last call. The same kind is reported only once."""
         problems = self._problems
         self._problems = []
         return problems
 
     def close(self) -> None:
-        """Closes the segment that is written."""
+        """Closes the segment to which this store writes."""
         self._drop_writer()
 
     def _say(self, kind: str, sentence: str) -> None:
@@ -169,9 +172,9 @@ class HistoryStore:
             self._problems.append(f"history: {self._folder} {sentence}")
 
     def _writer_for(self) -> SegmentWriter:
-        """Returns the segment to write. It is a new one if there is none yet, or if the last one is full or was removed.
+        """Returns the writer for the next texts. Raises OSError.
 
-        Raises OSError.
+        A new segment is begun if this store has none yet, or if its segment is full or was removed by another process.
         """
         writer = self._writer
         if writer is not None and (writer.num_bytes * SEGMENTS >= self._most_bytes or writer.is_removed()):
@@ -189,7 +192,7 @@ class HistoryStore:
                 writer.close()
 
     def _reader(self, name: str) -> SegmentReader | None:
-        """Returns the reader of a segment, or None if the segment is of another tokenizer or format, or cannot be read."""
+        """Returns the reader of a segment, or None if it cannot be read or is for another tokenizer or in another format."""
         if name in self._readers or name in self._foreign:
             return self._readers.get(name)
         try:
@@ -205,7 +208,7 @@ class HistoryStore:
         self._seen_bytes.pop(name, None)
 
     def _sizes(self) -> dict[str, int]:
-        """Returns the size in bytes of each segment by its name, or nothing if the folder cannot be read."""
+        """Returns the size of each segment in bytes, by its name. The result is empty if the folder cannot be read."""
         sizes: dict[str, int] = {}
         if not self._has_folder:
             return sizes
@@ -221,9 +224,9 @@ class HistoryStore:
         return sizes
 
     def _make_room(self, sizes: dict[str, int]) -> None:
-        """Removes the oldest segments until the others fit, and takes them out of `sizes`.
+        """Deletes the oldest segments until the others fit into `most_bytes`, and removes their entries from `sizes`.
 
-        The segment that this store writes is not removed.
+        The segment to which this store writes is never deleted.
         """
         total = sum(sizes.values())
         for name in sorted(sizes):

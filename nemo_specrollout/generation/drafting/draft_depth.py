@@ -13,7 +13,10 @@ import torch
 
 
 class DraftDepth:
-    """Asks a speculator for drafts of any depth up to K. This class serves vLLM 0.32 and later, which takes a depth."""
+    """Asks vLLM's speculator for up to K draft tokens of each request. This number is called the depth.
+
+    This class is for vLLM 0.32 and later, where the speculator's `propose` takes a depth.
+    """
 
     def __init__(self, speculator: Any) -> None:
         self._speculator = speculator
@@ -21,13 +24,13 @@ class DraftDepth:
 
     @property
     def least(self) -> int:
-        """The smallest depth above zero that can be drafted."""
+        """The smallest number of draft tokens above zero that the speculator can propose for each request."""
         return 1
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts, int64 [B, K], and the depth, which is how many drafts of each request are new.
+        """Returns draft tokens, int64 [B, K], and their depth, which is how many of the K tokens of each request are new.
 
-        The depth is `wanted`, or more where more drafts cost nothing extra. If `wanted` is 0, the speculator only reads the
-        step's tokens. `inputs` and `options` are the positional and the keyword arguments of vLLM's `propose`.
+        The depth is `wanted`, or more if more drafts cost nothing extra. If `wanted` is 0, the speculator only reads the
+        tokens of the engine step. `inputs` and `options` are the positional and the keyword arguments of vLLM's `propose`.
         """
         return self._propose(*inputs, **{**options, "num_speculative_tokens": wanted}), wanted

@@ -2,7 +2,7 @@
 """The draft router, which runs all drafters of an engine on the device in the place of vLLM's one speculator.
 
 Shapes: B requests of the batch, D drafters, E evidence levels, K draft positions, N new requests, S request slots. A slot is
-vLLM's own number for a request.
+the number that vLLM's model runner gives a request.
 """
 
 import time
@@ -45,22 +45,24 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 Outcomes = tuple[torch.Tensor, torch.Tensor]
-"""The numbers of tokens sampled and of drafts rejected for each request, int32 [B] each."""
+"""For each request of an engine step, the number of tokens that were sampled, and the number of its drafts that were rejected,
+int32 [B] each."""
 OBSERVE, CHOOSE, ALL, ALL_ASKED = "observe", "choose", "observe and choose", "observe, ask and choose"
-"""Names of the parts of an engine step's drafting that CUDA graphs replay."""
+"""Names of those parts of an engine step's drafting that CUDA graphs replay."""
 
 
 class DraftRouter:
-    """Replaces `propose` of vLLM's speculator. Owns the draft board, the participants and the speculation policy.
+    """Replaces the method `propose` of vLLM's speculator. Owns the draft board, the participants and the `SpeculationPolicy`.
 
-    In each engine step the router observes which drafts were right, lets each drafter propose, and chooses a proposal for each
-    request. vLLM's own speculator is one of the drafters if the block names a drafter with weights.
+    In each engine step, the router finds out which drafts were right, lets each drafter propose, and chooses one proposal for
+    each request. If the block names a drafter with weights, vLLM's own speculator is one of the drafters. A participant is a
+    drafter or an observer of engine steps.
     """
 
     def __init__(
         self, config: SpecrolloutConfig, runner: Any, depth_of: Callable[[Any], DraftDepth] = DraftDepth
     ) -> None:
-        """`runner` is vLLM's model runner. `depth_of` returns the object that asks its speculator for drafts of a depth."""
+        """`runner` is vLLM's model runner. `depth_of` returns the object that asks its speculator for a number of drafts."""
         self._depth_of = depth_of
         self._states = runner.req_states
         self._device = runner.device
@@ -69,20 +71,24 @@ class DraftRouter:
         self.policy: SpeculationPolicy = build_policy(
             config.budget, self.board.num_positions, config.num_speculative_tokens
         )
-        """Speculation policy, which decides how much the drafters draft. `StepAccounts` sets its costs."""
+        """Decides how much the drafters draft. `StepAccounts` tells it the measured costs."""
         put = partial(to_device, dtype=np.int64, device=self._device)
         self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead, put=put)
-        """Log of the samples of all requests, which the vLLM worker opens and closes. It reads the board's draft counts."""
+        """Log of the samples of all requests. The vLLM worker opens and closes its entries. It reads draft counts from the
+        board."""
         self.remote: RemoteDrafter | None = None
-        """None without remote drafters, and on ranks other than the output rank."""
+        """This engine's side of the connections to remote drafters. None without remote drafters, and on ranks other than the
+        output rank."""
         self.history: HistoryDrafter | None = None
-        """None unless the block keeps a history, and on ranks other than the output rank."""
+        """The drafter `history`. None unless the block keeps a history, and on ranks other than the output rank."""
         self.model: ModelDrafter | None = None
-        """The drafter with weights of this engine, or None without one. `head` and `monitor` are then None too."""
+        """The drafter with weights of this engine. If it is None, there is no such drafter, and `head` and `monitor` are None
+        too."""
         self.head: HeadService | None = None
         self.monitor: HeadMonitor | None = None
         self.capture: FeatureCapture | None = None
-        """None unless features are captured for a head's training, and on ranks other than the output rank."""
+        """Captures features for the training of a head. None if no features are wanted, and on ranks other than the output
+        rank."""
         self._observers: list[Participant] = []
         drafters = [self._build(drafter, config, runner) for drafter in config.drafters]
         if config.draft_refresh is not None and self.model is not None and is_output_rank():
@@ -91,22 +97,26 @@ class DraftRouter:
         self.use_drafters(drafters)
         self._spread = HostCopy(self.board.tables.spread_FQ)
         self._graphs: DraftingGraphs | None = None
-        """CUDA graphs of drafting. None where kernels are launched one by one, because there are no graphs or not yet."""
+        """CUDA graphs of drafting. None if kernels are launched one by one, because graphs are not used or not recorded
+        yet."""
         compilation = runner.vllm_config.compilation_config
         self._uses_graphs = self._device.type == "cuda" and compilation.cudagraph_mode != CUDAGraphMode.NONE
         self.stands_by = False
-        """True while vLLM warms up, when its own speculator proposes."""
+        """True while vLLM warms up. During that time vLLM's own speculator proposes."""
         self.is_paused = False
-        """True if the next engine steps need no drafts, because drafting is paused."""
+        """True during a drafting pause, in which the next engine steps need no drafts."""
         self.is_idle = False
-        """True if the drafters rested in the latest engine step, which means that none of them proposed anything."""
+        """True if no drafter was asked for drafts in the latest engine step, because the drafters rest."""
         self._step = 0
         self.host_s = 0.0
-        """Seconds that the host has spent on drafting since the start, not counting drafters with weights."""
+        """Seconds that the host has spent on drafting since the engine's start, without the time of drafters with weights."""
         _replace_speculator(runner, self)
 
     def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
-        """Returns the drafter for the block's entry `drafter`, and sets the attributes by which the vLLM worker calls it."""
+        """Returns the drafter that the block's entry `drafter` describes.
+
+        For some kinds it also sets the attribute of the router by which the vLLM worker calls the drafter.
+        """
         if isinstance(drafter, HistoryDrafterConfig):
             if not is_output_rank() or not config.learned.history or config.learned.folder is None:
                 return Drafter()
@@ -129,9 +139,10 @@ class DraftRouter:
         return self.model
 
     def use_drafters(self, drafters: Sequence[Drafter]) -> None:
-        """Lets these drafters propose, in the order of the board. They must already know the open requests.
+        """Lets these drafters propose from now on.
 
-        Graphs that were recorded for other drafters are dropped.
+        They must be in the order of the board, and must already know the running requests. CUDA graphs that were recorded for
+        other drafters are dropped.
         """
         self._graphs = None
         self._drafters = list(drafters)
@@ -141,13 +152,14 @@ class DraftRouter:
         self._learning = [lookup for lookup in self._lookups if lookup.learns]
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
         self._is_recordable = all(drafters[i].is_recordable for i in self._asked)
-        """Whether one graph can hold all of an engine step's drafting."""
+        """Whether a CUDA graph can hold everything that is launched for drafting in an engine step."""
         self._proposals = [self.board.proposals_of(i) for i in range(len(drafters))]
         # To save time in every step, a method is called only for the participants that override it.
         self._observing = [p for p in self._participants if type(p).observe is not Participant.observe]
-        """Participants that see every engine step in which the drafters do not rest."""
+        """Participants whose `observe` is called in every engine step in which the drafters do not rest."""
         self._watching = [p for p in self._observing if p is not self.model]
-        """Participants that must also see steps in which the drafters rest. A drafter with weights need not see those."""
+        """Participants that must see an engine step even if the drafters rest in it. A drafter with weights need not see such
+        steps."""
         self._seeing_ends = [p for p in self._participants if type(p).ended is not Participant.ended]
         self._ending = [p for p in self._participants if type(p).end_step is not Participant.end_step]
         self._planned = [d for d in drafters if type(d).plan is not Drafter.plan]
@@ -170,14 +182,18 @@ class DraftRouter:
         self.record_graphs()
 
     def record_graphs(self) -> None:
-        """Records drafting as CUDA graphs, where vLLM has CUDA graphs too."""
+        """Records drafting as CUDA graphs, if vLLM uses CUDA graphs too."""
         if self._uses_graphs:
             max_new = self.board.num_positions + 1 if self._learning else 0
             graphs = DraftingGraphs(self._parts(max_new), self._states, len(self.board.tables.limit_S), max_new)
             self._graphs = graphs if graphs.capture() else None
 
     def _parts(self, max_new: int) -> dict[str, Part]:
-        """Returns the parts that graphs replay, by name. Drafters that graphs cannot ask are asked between two parts."""
+        """Returns the functions that launch the parts of drafting which CUDA graphs replay, by name.
+
+        A graph cannot record drafters that are not `is_recordable`. If there are any, drafting has two parts, and these
+        drafters propose between them. `max_new` is the largest number of new tokens of a text that a graph can read.
+        """
         asked = [(self._drafters[i], self._proposals[i]) for i in self._asked]
 
         def observe(inputs: StepInputs) -> None:
@@ -197,7 +213,7 @@ class DraftRouter:
         return parts | {ALL_ASKED: _in_order(observe, ask, choose)} if asked else parts
 
     def open(self, requests: Sequence[NewRequest]) -> None:
-        """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
+        """Starts drafting for requests that have just taken slots. Call it before their first tokens are sampled."""
         put = partial(to_device, device=self._device)
         slots_N = put([r.slot for r in requests], np.int64)
         limits_N = put([r.limit if r.identity.speculate else 0 for r in requests], np.int32)
@@ -208,17 +224,17 @@ class DraftRouter:
             participant.open(slots_N, requests, put)
 
     def ended(self, slots: Sequence[int]) -> None:
-        """Shows the participants which requests have ended, before their slots are closed."""
+        """Tells the participants which requests have ended, before `close` is called for their slots."""
         for participant in self._seeing_ends:
             participant.ended(slots)
 
     def close(self, slots: list[int]) -> None:
-        """Stops drafting for the requests in `slots`, which have ended or are preempted."""
+        """Stops drafting for the requests in `slots`, which have ended or were preempted."""
         for participant in self._participants:
             participant.close(slots)
 
     def woke_up(self) -> None:
-        """Prepares the participants for going on after the engine has slept."""
+        """Prepares the participants for further engine steps after the engine has slept."""
         for participant in self._participants:
             participant.woke_up()
 
@@ -228,7 +244,7 @@ class DraftRouter:
             participant.weights_updated(version)
 
     def begin_step(self, number: int, batch: Any) -> None:
-        """Plans the drafts that are made in engine step `number`, whose tokens are about to be sampled."""
+        """Plans the drafts to be made in engine step number `number`, whose tokens are about to be sampled."""
         started = time.perf_counter()
         self._step = number
         slots_B = batch.idx_mapping_np
@@ -240,7 +256,7 @@ class DraftRouter:
         self.host_s += time.perf_counter() - started
 
     def num_drafts(self, num_requests: int, most: int) -> int:
-        """Returns how many draft tokens of all requests the next engine step verifies, at most `most`."""
+        """Returns how many draft tokens of all requests together the next engine step verifies, at most `most`."""
         started = time.perf_counter()
         num_drafts = self.policy.num_drafts(num_requests, most)
         self.host_s += time.perf_counter() - started
@@ -271,7 +287,10 @@ class DraftRouter:
         return board.tables.drafts_BK[: batch.num_reqs]
 
     def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
-        """Lets the drafters rest. The first step of a rest still observes the drafts that the step before has submitted."""
+        """Lets the drafters rest in this engine step, so that nothing is proposed.
+
+        The first step of a rest still finds out which of the drafts that were submitted one step before were right.
+        """
         if not was_idle:
             self.board.observe(texts, *outcomes, self._step, self._learning, 0)
             self.board.tables.rates_SK.zero_()
@@ -279,16 +298,17 @@ class DraftRouter:
             unread.skip(slots_B, self.board.num_positions + 1)
 
     def can_skip(self, batch: Any, num_scheduled: int | None) -> bool:
-        """Returns whether an engine step does not need vLLM's speculator, because the drafters rest and go on resting.
+        """Returns whether an engine step can run without vLLM's speculator, because the drafters rest and go on resting.
 
-        Such a step has no drafts, makes none for the next step (`num_scheduled` is 0), and no participant must see its tokens.
+        Such a step has no drafts and makes none for the next step (`num_scheduled` is 0). No participant needs to see its
+        tokens.
         """
         if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
             return False
         return self._num_followed(batch.idx_mapping_np) == 0
 
     def skip(self, batch: Any) -> None:
-        """Counts a step that runs without vLLM's speculator, as `can_skip` allowed. No kernel is launched."""
+        """Counts an engine step that runs without vLLM's speculator, after `can_skip` has allowed it. Launches no kernel."""
         started = time.perf_counter()
         self.is_paused = self.policy.ends_step(batch.num_reqs, 0)
         for unread in self._unread:
@@ -296,7 +316,10 @@ class DraftRouter:
         self.host_s += time.perf_counter() - started
 
     def _observe_and_draft(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray) -> float:
-        """Observes a step's tokens and then drafts, by graphs where these fit. Returns the same as `_draft`."""
+        """Learns from the tokens of an engine step and then drafts, by CUDA graphs if they fit the step.
+
+        Returns the seconds that the host has spent in drafters with weights.
+        """
         max_new = self._most_to_read(slots_B)
         graphs = self._graphs
         if graphs is None or max_new != graphs.max_new:  # long new texts take more programs than a graph launches
@@ -316,12 +339,15 @@ class DraftRouter:
         return native_s
 
     def _prepare(self) -> bool:
-        """Prepares the drafters that graphs ask, and returns whether this step needs any of them."""
+        """Calls `prepare` of the drafters that CUDA graphs ask, and returns whether any of them has something to propose."""
         needed = [self._drafters[i].prepare(self._proposals[i]) for i in self._asked]
         return any(needed)
 
     def _draft(self, texts: Texts) -> float:
-        """Lets every drafter propose, and chooses among the proposals. Returns the host's seconds in drafters with weights."""
+        """Lets every drafter propose, and chooses among their proposals, without CUDA graphs.
+
+        Returns the seconds that the host has spent in drafters with weights.
+        """
         native_s = self._ask(texts)
         policy = self.policy
         price = RowPrice(policy.row_price, policy.context_price, policy.mean_price)
@@ -330,7 +356,10 @@ class DraftRouter:
         return native_s
 
     def _ask(self, texts: Texts) -> float:
-        """Lets drafters without a lookup propose. Returns the host's seconds in drafters with weights."""
+        """Calls `propose` of all drafters that have no context index on the board.
+
+        Returns the seconds that the host has spent in drafters with weights.
+        """
         native_s = 0.0
         for i in self._asked:
             drafter = self._drafters[i]
@@ -340,22 +369,25 @@ class DraftRouter:
         return native_s
 
     def _publish(self) -> None:
-        """Gives all ranks the drafts of the first rank, and the speculation policy the newest `Spread` that the host has."""
+        """Copies the first tensor-parallel rank's drafts to all ranks. Shows the `SpeculationPolicy` the newest `Spread`."""
         copy_first_rank(self.board.shared)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))
 
     def _most_to_read(self, slots_B: np.ndarray) -> int:
-        """Returns an upper bound of the new tokens per text that the context indexes read in this step."""
+        """Returns an upper bound on the new tokens of a text that the context indexes read in this engine step."""
         most_sampled = self.board.num_positions + 1
         return max((unread.read(slots_B, most_sampled) for unread in self._unread), default=0)
 
     def _num_followed(self, slots_B: np.ndarray) -> int:
-        """Returns the number of requests whose text a drafter must read in every step, summed over the drafters."""
+        """Returns the number of requests whose text a drafter must read in every engine step, summed over the drafters."""
         return sum(drafter.num_followed(slots_B) for drafter in self._following) if self._following else 0
 
     def end_step(self, batch: Any, output: Any) -> Any:
-        """Returns a step's output, which is marked for the scheduler if drafting is paused, and which participants extend."""
+        """Returns vLLM's `output` of an engine step, which participants may have extended.
+
+        In a drafting pause, the output is marked, so that the scheduler schedules no drafts.
+        """
         if self.is_paused:
             mark_paused(output)
         for participant in self._ending:

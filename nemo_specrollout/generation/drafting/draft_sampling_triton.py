@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels of `draft_sampling.py`. The first finds the two best scores of each block of a row, the second those of the row.
+"""GPU kernels of `draft_sampling.py`. One finds the two best scores in each block of a row, and the other in the whole row.
 
-Scores equal those of vLLM's `gumbel_sample` bit for bit (`noise_triton.py`). `row_sampling_triton.py` scores the policy's rows
-with the same functions. vLLM needs three launches to sample drafts, and these kernels need two.
+The scores equal those of vLLM's `gumbel_sample` bit for bit (`noise_triton.py`). `row_sampling_triton.py` uses the same
+functions to score the policy's rows. vLLM needs three launches to sample drafts, and these kernels need two.
 
 Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N blocks of a row.
 """
@@ -22,7 +22,7 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def load_divided(logits_ptr, column, mask, temperature):  # type: ignore[no-untyped-def]
-    """Returns logits in float32, divided by the temperature unless that is 0 or 1. Outside the mask they are -inf."""
+    """Returns logits in float32, divided by the temperature unless it is 0 or 1. They are -inf outside the mask."""
     values = tl.load(logits_ptr + column, mask=mask, other=float("-inf")).to(tl.float32)
     if (temperature != 0.0) & (temperature != 1.0):  # a branch, so that the quotient is rounded before noise is added
         values = values / temperature
@@ -31,7 +31,7 @@ def load_divided(logits_ptr, column, mask, temperature):  # type: ignore[no-unty
 
 @triton.jit
 def add_noise(values, mask, temperature, seed, position, token):  # type: ignore[no-untyped-def]
-    """Returns the scores of tokens, which are their values plus noise, or the values alone at temperature 0."""
+    """Returns the scores of tokens, which are `values` plus noise. At temperature 0 they are `values` alone."""
     if temperature != 0.0:
         values = tl.where(mask, values + noise_of(seed, position, token), float("-inf"))
     return values
@@ -39,7 +39,7 @@ def add_noise(values, mask, temperature, seed, position, token):  # type: ignore
 
 @triton.jit
 def _best_two(scores):  # type: ignore[no-untyped-def]
-    """Returns the best score, its first index, and the second best score."""
+    """Returns the best score, the first index that has it, and the second-best score."""
     best, index = tl.max(scores, axis=0, return_indices=True)
     others = tl.where(tl.arange(0, scores.shape[0]) == index, _NEVER, scores)
     return best, index, tl.max(others, axis=0)
@@ -100,7 +100,10 @@ def sample_rows(
     column: torch.Tensor,
     token_ids_V: torch.Tensor,
 ) -> None:
-    """Writes tokens and levels like `draft_sampling.sample_with_score_gap`. If `token_ids_V` is empty, column v is token v."""
+    """Launches the kernels that write draft tokens and their evidence levels, for `draft_sampling.sample_with_score_gap`.
+
+    If `token_ids_V` is empty, column v of the logits is token v.
+    """
     num_rows, num_vocab = logits_RV.shape
     num_blocks = triton.cdiv(num_vocab, BLOCK)
     # If these were parts of one tensor, their alignment would depend on the number of rows, and Triton compiles a kernel for

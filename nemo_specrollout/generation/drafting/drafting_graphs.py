@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of drafting, so that one call replays all of an engine step's drafting, which otherwise takes many launches.
+"""CUDA graphs of drafting, which replace the many launches of an engine step's drafting by a single call.
 
-Launching one of our kernels from Python takes 65 to 170 us of the host on the machines that were measured, because the
-kernels take some fifty tensors, which Triton inspects one by one. In a graph the same kernels take 5 to 30 us of the GPU, and
-the host makes one call for all of them (docs/developing/step-costs.md).
+On the machines that were measured, the host needs 65 to 170 us to launch one of this package's kernels from Python. Triton
+inspects each of a kernel's arguments, which are some fifty tensors. In a graph the same kernels take 5 to 30 us of the GPU,
+and the host makes one call for all of them (docs/developing/step-costs.md).
 
-A graph reads the same memory in each replay, so what changes from step to step is written to buffers first. A graph serves
-all batches up to its size. Its surplus rows have no request, and the kernels skip them.
+A graph reads the same memory in each replay. So everything that changes between engine steps is first written to buffers. A
+graph serves all batches up to its size. Its surplus entries have no request, and the kernels skip them.
 
-Shapes: B rows of a graph, S request slots.
+Shapes: B entries of a graph's batch, S request slots.
 """
 
 import logging
@@ -23,34 +23,38 @@ from nemo_specrollout.generation.engine.transfers import copy_to_device
 
 logger = logging.getLogger(__name__)
 _NUM_NUMBERS = 8
-"""Count of the numbers before the slots in the buffer. Three are unused, so that the slots begin at a multiple of 16 bytes."""
+"""Number of elements before the request slots in the buffer. Three of them are unused, so that the slots begin at a multiple
+of 16 bytes."""
 _PRICE = slice(2, 5)
-"""Place of a row's price among these numbers."""
+"""Slice of the buffer in which the price of a row is stored."""
 
 
 class StepInputs(NamedTuple):
-    """Inputs of an engine step's drafting, in memory whose address does not change."""
+    """Inputs for the drafting of an engine step, in memory whose address never changes."""
 
     texts: Texts
     num_sampled_B: torch.Tensor
-    """Number of tokens that each request has sampled, int32. This field and the next are undefined in a row without a
-    request."""
+    """Number of tokens that were sampled for each request, int32. In an entry without a request it is undefined."""
     num_rejected_B: torch.Tensor
-    """Number of each request's drafts that were rejected, int32."""
+    """Number of each request's drafts that were rejected, int32. In an entry without a request it is undefined."""
     step: torch.Tensor
     """Number of the engine step modulo `TRACED_STEPS`, int32 [1]."""
     most_drafts: torch.Tensor
-    """The most drafts of a request, int32 [1]."""
+    """Largest number of draft tokens of a request, int32 [1]."""
     price: RowPrice
-    """The cost of one more row. Each of its fields is a float32 [1]."""
+    """Price of one more row in an engine step. Each of its fields is a float32 [1]."""
 
 
 Part = Callable[[StepInputs], None]
-"""Launches a part of drafting. It must launch the same kernels for all inputs, and must not read the inputs on the host."""
+"""Function that launches a part of drafting. It must launch the same kernels for all inputs, and must not read the inputs on
+the host."""
 
 
 def graph_sizes(most_requests: int) -> list[int]:
-    """Returns the row counts for which graphs are recorded. A batch is padded by less than half of its own size."""
+    """Returns the batch sizes for which graphs are recorded, ascending.
+
+    A batch is padded to the next of these sizes, which adds less than half of its own size.
+    """
     sizes = {1, 2, most_requests}
     size = 4
     while size < most_requests:
@@ -60,20 +64,20 @@ def graph_sizes(most_requests: int) -> list[int]:
 
 
 class DraftingGraphs:
-    """Replays the parts of an engine step's drafting.
+    """Replays an engine step's drafting, which may consist of several parts.
 
-    Owns the graphs, one for each part and size, and the buffers that they read. In each step, call `load` and then `replay`
-    for each part that the step needs.
+    Owns a graph for each part and batch size, and the buffers that the graphs read. In each engine step, call `load`, and then
+    `replay` for each part that the step needs.
     """
 
     def __init__(self, parts: Mapping[str, Part], states: Any, num_slots: int, max_new: int) -> None:
-        """Allocates the buffers, but records nothing yet.
+        """Allocates the buffers, but records no graph yet.
 
         Args:
-            parts: the parts to replay, by name.
-            states: vLLM's states of requests, with their texts.
+            parts: functions that launch the parts of drafting, by name.
+            states: vLLM's states of requests, which have the requests' texts.
             num_slots: number of request slots of the engine (S).
-            max_new: upper bound of the new tokens per text that the parts can read.
+            max_new: largest number of new tokens of a text that the parts can read.
         """
         self.max_new = max_new
         self._parts = parts
@@ -87,9 +91,9 @@ class DraftingGraphs:
         self._size = 0
 
     def capture(self) -> bool:
-        """Records all graphs, and returns whether that succeeded. If not, the reason is logged and nothing can be replayed.
+        """Records all graphs. Returns whether that succeeded. If it failed, the reason is logged and nothing can be replayed.
 
-        Each part first runs once with one row that has no request, so that Triton compiles nothing while a graph is recorded.
+        Each part first runs once with a batch without requests, so that Triton compiles nothing while a graph is recorded.
         """
         try:
             self._load_nothing()
@@ -114,7 +118,11 @@ class DraftingGraphs:
         most_drafts: int,
         price: RowPrice,
     ) -> None:
-        """Writes a step's inputs to the buffers without waiting. `outcomes` are the two counts of `StepInputs`, int32 [B]."""
+        """Writes the inputs of an engine step to the buffers. The host does not wait for the device.
+
+        `outcomes` are the numbers of sampled tokens and of rejected drafts of each request, int32 [B] each. The other
+        arguments are as in `StepInputs`.
+        """
         num = len(slots_B)
         self._size = self._size_of[num]
         numbers = np.full(_NUM_NUMBERS + self._size, -1, np.int32)
@@ -128,7 +136,7 @@ class DraftingGraphs:
         rejected_S[:num].copy_(outcomes[1])
 
     def replay(self, part: str) -> None:
-        """Runs a part with the inputs that were loaded last."""
+        """Runs the part with this name on the inputs that `load` has written last."""
         self._graphs[part, self._size].replay()
 
     def _load_nothing(self) -> None:
@@ -136,7 +144,7 @@ class DraftingGraphs:
         self._numbers[_NUM_NUMBERS:].fill_(-1)
 
     def _inputs(self, size: int) -> StepInputs:
-        """Returns the inputs of a graph of `size` rows."""
+        """Returns the inputs that a graph for `size` entries reads, as views of the buffers."""
         slots_B = self._numbers[_NUM_NUMBERS : _NUM_NUMBERS + size]
         texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
         sampled_S, rejected_S = self._outcomes_2S

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `history`, which drafts from earlier responses to a request's prompt, from any engine and any start of the run.
+"""The drafter `history`, which drafts from earlier responses to the same prompt, by any engine and from any start of the run.
 
 The responses are kept in files (`history/service.py`), which a thread reads and writes while engine steps go on. This module
 only moves texts between that thread and the device. It passes the texts of ended requests to the thread, and feeds the texts
 that the thread has read to a context index on the device.
 
-Shapes: S request slots, L longest sequence, N requests that have ended, H pieces of text that are fed at a time.
+Shapes: S request slots, L longest text, N requests that have ended, H pieces of text that are fed at a time.
 """
 
 import time
@@ -33,32 +33,32 @@ from nemo_specrollout.history.service import HistoryFacts, HistoryService, Piece
 from nemo_specrollout.history.store import HistoryStore
 
 FOLDER = "history"
-"""Folder of the history within the folder of what a run learns."""
+"""Name of the folder with the history's files. It lies in the folder for everything that a run learns."""
 PIECES = 16
-"""Most pieces that are fed to the index at a time."""
+"""Largest number of pieces of text that are fed to the context index at a time."""
 COPIED = 32
-"""Most requests whose texts are copied from the device together."""
+"""Largest number of requests whose texts are copied from the device together."""
 FEED_SHARE = 0.01
-"""Share of the engine's time that may be spent on feeding the index."""
+"""Largest share of the engine's time that feeding the context index may take."""
 LEAST_FED = 256
-"""Fewest tokens that are fed at a time, because feeding fewer costs hardly less."""
+"""Fewest tokens that are fed to the context index at a time, because feeding fewer takes hardly less time."""
 _SHORTEST = 4
-"""Number of tokens of the shortest response that is kept."""
+"""Responses with fewer tokens are not kept."""
 
 
 class _Open(NamedTuple):
-    """What must be known of a request in a slot to keep its text."""
+    """Facts about a running request that are needed to keep its response."""
 
     group: int
     first: int
-    """Index of the first token that is kept. It belongs to the end of the prompt."""
+    """Index in the request's text of the first token to keep. It is one of the prompt's last tokens."""
     num_context: int
-    """Number of tokens at the end of the prompt that are kept, as the context of the response's first tokens."""
+    """How many of the prompt's last tokens are kept. They are the context of the response's first tokens."""
     limit: int
     stop_token_ids: frozenset[int]
 
     def text(self, tokens: np.ndarray) -> tuple[Text | None, bool]:
-        """Returns the text to keep, or None if its response is too short, and whether the response has ended.
+        """Returns the text to keep, and whether the response has ended. The text is None if the response is too short.
 
         `tokens` are the request's tokens from index `first` on.
         """
@@ -74,40 +74,41 @@ class _Open(NamedTuple):
 
 @dataclass(frozen=True)
 class _Copied:
-    """Texts on their way from the device to the host."""
+    """Texts that are being copied from the device to the host."""
 
     opened: list[_Open]
     base: int
-    """Index of the first token that was copied."""
+    """Index of the first token that was copied of each text."""
     tokens_NL: torch.Tensor
     lengths_N: torch.Tensor
-    """Number of tokens of each whole text."""
+    """Number of tokens of each text, including those before `base`."""
     arrived: Any
-    """CUDA event of the copies, or None on a CPU."""
+    """CUDA event that is recorded after the copies, or None on a CPU."""
 
     def texts(self) -> list[tuple[Text | None, bool]]:
-        """Waits for the copies. Returns the result of `_Open.text` for each text."""
+        """Waits for the copies. Returns for each request the text to keep (or None), and whether its response has ended."""
         if self.arrived is not None:
             self.arrived.synchronize()
         rows = zip(self.opened, self.tokens_NL.numpy(), self.lengths_N.tolist(), strict=True)
         return [one.text(row[one.first - self.base : max(length - self.base, 0)]) for one, row, length in rows]
 
     def whole(self) -> list[Text]:
-        """Waits for the copies. Returns the texts that are long enough."""
+        """Waits for the copies. Returns the texts that are long enough to keep. All of their requests must have ended."""
         return [text for text, _ in self.texts() if text is not None]
 
 
 class HistoryDrafter(Drafter):
-    """Proposes the tokens with which earlier responses to the same prompt continued after the same last tokens.
+    """Finds a request's last tokens in earlier responses to the same prompt, and proposes the tokens that followed them there.
 
-    Owns a context index, which is fed only with the history, and the service that reads and writes the history. Because this
-    index is separate from those of other drafters, the draft board learns and counts separately how good such drafts are.
+    Owns a context index, which is fed only with earlier responses from the history's files, and the service that reads and
+    writes these files. Because this drafter has an index of its own, the draft board learns and counts separately how good its
+    drafts are.
     """
 
     name = "history"
 
     def __init__(self, config: HistoryDrafterConfig, learned: LearnedConfig, runner: Any) -> None:
-        """Allocates the index for vLLM's model runner, and starts to read the history in `learned.folder`."""
+        """Allocates the context index for vLLM's model runner `runner`, and starts to read the history in `learned.folder`."""
         assert learned.folder is not None
         self._states = runner.req_states
         self._device = runner.device
@@ -121,19 +122,19 @@ class HistoryDrafter(Drafter):
         shape = (PIECES, PIECE + self._num_context)
         self._tokens_HL = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._numbers_3H = torch.zeros(3, PIECES, dtype=torch.int32, device=self._device)
-        """Row, number of tokens, and number of leading tokens that are only contexts, for each piece. Without a piece, the row
-        is -1."""
+        """Three numbers for each piece of text: its row in `_tokens_HL`, its number of tokens, and how many tokens at its
+        beginning are only contexts. The row is -1 where there is no piece."""
         self._groups_H = torch.zeros(PIECES, dtype=torch.int64, device=self._device)
         self._open: dict[int, _Open] = {}
         self._kept: set[int] = set()
-        """Slots whose texts need not be kept, because they were kept already, or must not be kept."""
+        """Slots of requests whose responses are kept already, or must not be kept."""
         self._slots_of: dict[int, set[int]] = {}
-        """Slots of the open requests of each group."""
+        """Slots of the running requests, by group (the hash of their prompt)."""
         self._allowed: set[int] = set()
-        """Groups that have open requests and for which the index has texts."""
+        """Groups (hashes of prompts) that have running requests and for which the index has texts."""
         self._timer = StageTimer(self._device)
         self._token_s = 0.0
-        """Seconds that feeding one token takes, or 0 while unknown."""
+        """Seconds that it takes to feed one token to the index, or 0 while this is unknown."""
         self._fed_at = time.perf_counter()
         store = HistoryStore(
             Path(learned.folder) / FOLDER, learned.history_bytes, tokenizer_fingerprint(runner.vllm_config.model_config)
@@ -159,7 +160,7 @@ class HistoryDrafter(Drafter):
         self.service.opened(groups)
 
     def ended(self, slots: Sequence[int]) -> None:
-        """Starts to keep the responses in `slots`, whose requests have ended but have not left them yet."""
+        """Starts to keep the responses of the requests in `slots`, which have ended but still have their slots."""
         self._keep([slot for slot in slots if slot in self._open and slot not in self._kept])
 
     def close(self, slots: Sequence[int]) -> None:
@@ -176,16 +177,16 @@ class HistoryDrafter(Drafter):
         self.service.closed(groups)
 
     def end_rollout(self) -> None:
-        """Keeps the responses of requests that have ended but have not left their slots.
+        """Keeps the responses of requests that have ended, but whose slots vLLM has not freed yet.
 
-        This is needed because vLLM frees the slots of the last requests in the next engine step, which may never come. The
-        call waits for the device, which is idle at that time, but not for the disk.
+        The last requests of a rollout keep their slots until the next engine step, which may never come. The call waits for
+        the device, which is idle at the end of a rollout, but not for the disk.
         """
         with gpu_sync_allowed():
             self._keep_ended([slot for slot in self._open if slot not in self._kept])
 
     def feed(self) -> None:
-        """Feeds texts that are ready to the index, within a bounded share of the engine's time."""
+        """Feeds texts that are ready to the context index, as far as the share `FEED_SHARE` of the engine's time allows."""
         if not self.service.has_pieces:
             return
         for num_tokens, seconds in self._timer.finished():
@@ -204,7 +205,7 @@ class HistoryDrafter(Drafter):
         self._allow({piece.group for piece in pieces})
 
     def warm_up(self) -> None:
-        """Feeds no texts to the index, so that the kernels for it are compiled before the engine serves."""
+        """Calls the kernels of the context index without any text, so that they are compiled before the engine serves."""
         self._learn([])
 
     def facts(self) -> HistoryFacts:
@@ -226,7 +227,7 @@ class HistoryDrafter(Drafter):
         self.index.learn(Texts(rows_H, lengths_H, self._tokens_HL), self._groups_H, learned_H, PIECE)
 
     def _allow(self, groups: set[int]) -> None:
-        """Lets the drafter propose for the open requests of these groups, because the index now has texts for them."""
+        """Lets the drafter propose for the running requests of these groups, because the index now has texts for them."""
         at_work = groups & self._slots_of.keys()
         self._allowed |= at_work
         slots = [slot for group in at_work for slot in self._slots_of[group]]
@@ -237,13 +238,13 @@ class HistoryDrafter(Drafter):
         self._salts_S[slots_N] = to_device(salts, np.int64, self._device)
 
     def _keep(self, slots: Sequence[int]) -> None:
-        """Starts to copy texts to the host. The service's thread waits for them and writes them."""
+        """Starts to copy the texts in `slots` to the host. The history thread waits for the copies and writes the texts."""
         for copied, some in self._copies(slots):
             self._kept.update(some)
             self.service.ended(copied.whole)
 
     def _keep_ended(self, slots: Sequence[int]) -> None:
-        """Keeps those texts whose tokens show that they have ended. The other requests may go on, so theirs are not kept."""
+        """Keeps the responses in `slots` whose tokens show that they have ended. The other requests may still go on."""
         for copied, some in self._copies(slots):
             found = [(slot, text) for slot, (text, has_ended) in zip(some, copied.texts(), strict=True) if has_ended]
             self._kept.update(slot for slot, _ in found)
@@ -251,9 +252,9 @@ class HistoryDrafter(Drafter):
             self.service.ended(partial(list, texts))
 
     def _copies(self, slots: Sequence[int]) -> Iterator[tuple[_Copied, Sequence[int]]]:
-        """Yields copies of texts on their way to the host, for at most `COPIED` slots at a time, and these slots.
+        """Starts to copy the texts in `slots` to the host, at most `COPIED` at a time. Yields each copy and the slots in it.
 
-        All texts of a copy begin at the smallest index from which one of them is kept.
+        All texts of a copy begin at the same index, which is the smallest `first` of its requests.
         """
         states = self._states
         is_cuda = self._device.type == "cuda"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter with weights, which runs vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash or DSpark) where it pays.
+"""The drafter with weights, which runs vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash or DSpark) if it pays.
 
-The network, its weights and its KV cache are vLLM's. This module decides with which noise the network samples, how deep it
-drafts, and in which engine steps it runs at all. EAGLE-3, draft models and MTP draft one position after another. DFlash and
-DSpark draft a block of positions in one pass. DFlash samples all of them at once. DSpark samples them in sequence, because
-each one depends on the token before.
+The network, its weights and its KV cache are vLLM's. This module decides with which noise the network samples, how many tokens
+it drafts, and in which engine steps it runs at all. EAGLE-3, draft models and MTP draft one position after another. DFlash and
+DSpark draft a block of positions in one forward pass. DFlash samples all positions of a block at once. DSpark samples them in
+sequence, because each one depends on the token before it.
 
 Shapes: B requests of the batch, K draft positions, N new requests, R rows of logits, S request slots, V vocabulary of the
 drafter.
@@ -32,15 +32,15 @@ from nemo_specrollout.generation.engine.transfers import StageTimer
 from nemo_specrollout.speculation.policy import SpeculationPolicy
 
 _POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_src_positions") else 1
-"""Distance from the position that vLLM passes to `sample_draft` to the position on which the noise depends."""
+"""Number to add to the position that vLLM passes to `sample_draft`, to get the position on which the noise depends."""
 
 
 class ModelDrafter(Drafter):
-    """Lets vLLM's speculator draft or only read, as the speculation policy plans.
+    """Lets vLLM's speculator draft, or only read the new tokens, as the `SpeculationPolicy` plans.
 
     Owns the record of which requests the speculator follows. It follows a request from the first token on or not at all,
-    because text that it has not read leaves a gap in its KV cache. It does not run in engine steps in which it follows no
-    request.
+    because tokens that it has not read would leave a gap in its KV cache. It does not run in engine steps in which it follows
+    no request.
     """
 
     has_weights = True
@@ -53,7 +53,7 @@ class ModelDrafter(Drafter):
         policy: Callable[[], SpeculationPolicy],
         depth: DraftDepth,
     ) -> None:
-        """`policy` returns the engine's speculation policy, which may be replaced later. `depth` asks vLLM's speculator."""
+        """`policy` returns the engine's present `SpeculationPolicy`. `depth` asks vLLM's speculator for drafts."""
         self.board = board
         self._index = board.model
         self._speculator = runner.speculator
@@ -74,33 +74,35 @@ class ModelDrafter(Drafter):
         num_positions = board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._is_unfollowed_S = torch.ones(num_slots, dtype=torch.bool, device=runner.device)
-        """On the device, whether the speculator does not follow the request in each slot."""
+        """On the device, true for each slot whose request the speculator does not follow."""
         self._is_followed = np.zeros(num_slots, np.bool_)
-        """On the host, whether the speculator follows the request in each slot."""
+        """On the host, true for each slot whose request the speculator follows."""
         self._policy = policy
         self._timer = StageTimer(runner.device)
         self.depth = 0
-        """Number of draft tokens that are planned for each request, or 0 if the speculator only reads."""
+        """Number of tokens that are to be drafted for each request. It is 0 if the speculator should only read the new
+        tokens."""
         self._was_dormant = False
         self.is_allowed = True
-        """True if the drafter may draft. A canary that finds the drafter broken sets this to false by `forbid`."""
+        """Whether the drafter may draft. If a canary finds that the drafter is broken, it calls `forbid`, which sets this to
+        false."""
 
     @property
     def least_depth(self) -> int:
-        """The smallest depth above zero that the speculator can draft."""
+        """The smallest number of tokens above zero that the speculator can draft for each request."""
         return self._depth.least
 
     @property
     def is_dormant(self) -> bool:
-        """Whether new requests get no drafts from this drafter, because these would not pay."""
+        """Whether the drafter follows no new requests, because its drafts would not pay."""
         return self._policy().is_dormant
 
     def num_followed(self, slots_B: np.ndarray) -> int:
-        """Returns the number of requests in these slots that the speculator follows, whose text it reads in each step."""
+        """Returns how many of the requests in these slots the speculator follows, so that it must read their new tokens."""
         return int(np.count_nonzero(self._is_followed[slots_B]))
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
-        """Starts to follow new requests, unless the drafter is dormant or the request is to be decoded without drafts."""
+        """Starts to follow new requests that may have drafts, unless the drafter is dormant or was stopped by `forbid`."""
         if self._was_dormant and not self.is_dormant:
             self.board.forget_drafter(self._index)  # the tasks may have changed in the meantime
         self._was_dormant = self.is_dormant
@@ -109,26 +111,26 @@ class ModelDrafter(Drafter):
         self._is_unfollowed_S[slots] = put([not follows for follows in follows_N], np.bool_)
 
     def forbid(self) -> None:
-        """Stops this drafter. The speculator follows no request any more, until `begin_again` allows it."""
+        """Stops the drafter. The speculator follows no request any more until `begin_again` is called."""
         self.is_allowed = False
         self._stop_following()
 
     def begin_again(self) -> None:
-        """Forgets what was learned about the speculator, and allows it to draft as if it were new."""
+        """Lets the drafter draft again, as if it were new. What was learned about its drafts is forgotten."""
         self.board.forget_drafter(self._index)
         self._policy().model_changed()
         self.is_allowed = True
 
     def timed(self) -> list[tuple[tuple[int, int, int], float]]:
-        """Returns the draft passes of pure decode steps whose times became known since the last call.
+        """Returns the times of the speculator's passes in pure decode steps, as far as they became known since the last call.
 
-        Each entry has a tuple of three numbers, which are the tokens that the speculator read, the requests and the depth, and
-        then the seconds of the pass.
+        Each entry has a tuple and the seconds of the pass. The tuple has the number of tokens that the speculator has read,
+        the number of requests, and the number of tokens that were drafted for each request.
         """
         return self._timer.finished()
 
     def plan(self, depth: int) -> None:
-        """Sets how deep the speculator drafts next. If the drafter is dormant, the speculator stops following all requests."""
+        """Sets how many tokens the speculator drafts for each request. A dormant drafter stops following all requests."""
         self.depth = depth
         if self.is_dormant:
             self._was_dormant = True
@@ -136,11 +138,11 @@ class ModelDrafter(Drafter):
                 self._stop_following()
 
     def observe(self, step: DraftStep) -> None:
-        """Keeps the step's inputs, from which the speculator drafts in `propose`."""
+        """Keeps the inputs that vLLM passes to its speculator in this engine step, because `propose` needs them."""
         self._step = step
 
     def propose(self, texts: Texts, out: Proposals) -> None:
-        """Lets the speculator draft as deep as planned, or only read if the planned depth is 0."""
+        """Lets the speculator draft the planned number of tokens. If that is 0, the speculator only reads the new tokens."""
         inputs = self._step.inputs
         batch, _, _, _, _, num_sampled_B, *_ = inputs
         found_B = out.found_B
@@ -171,10 +173,10 @@ class ModelDrafter(Drafter):
 def share_noise(
     speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool], column: torch.Tensor | None = None
 ) -> None:
-    """Makes a speculator sample drafts with the noise that the policy will sample with at each position.
+    """Makes a speculator sample draft tokens with the noise with which the policy will sample at the same positions.
 
-    The speculator then also writes the evidence levels of its drafts to `levels_RK`. It writes them to `column`, or by default
-    to the column of the draft position. Nothing is sampled while `only_reads()` is true.
+    The speculator then also writes the evidence levels of its drafts to `levels_RK`. It writes to the column with the index
+    `column`, or by default to the column of the draft position. It samples nothing while `only_reads()` is true.
     """
 
     def sample_draft(
@@ -199,7 +201,7 @@ def share_noise(
 
 
 def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
-    """Makes a DFlash or DSpark speculator sample with shared noise, and write evidence levels to `levels_BK`."""
+    """Makes a DFlash or DSpark speculator sample with the noise of the policy, and write evidence levels to `levels_BK`."""
     if not isinstance(speculator, DSparkSpeculator):
         # Row b * K + k of what DFlash samples is draft k of request b.
         first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
@@ -229,10 +231,10 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
 def sample_in_sequence(
     dspark: Any, sample_logits: Callable[..., torch.Tensor], num_reqs: int, head_hidden: torch.Tensor
 ) -> None:
-    """Drafts the positions of a DSpark block one after another, as vLLM did before 0.28, but with `sample_logits`.
+    """Samples the positions of a DSpark block one after another, as vLLM did before 0.28, but with `sample_logits`.
 
-    Through the Markov head, each token's logits depend on the token before it. `head_hidden` has the outputs of the pass over
-    the block.
+    DSpark's Markov head makes each token's logits depend on the token before it. `head_hidden` has the outputs of the forward
+    pass over the block.
     """
     model = dspark.model
     num_rows = num_reqs * dspark.num_speculative_steps
@@ -249,11 +251,12 @@ def sample_in_sequence(
 
 
 def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
-    """Makes a DFlash or DSpark speculator skip its pass over the block while `only_reads()` is true.
+    """Makes a DFlash or DSpark speculator skip its forward pass over the block while `only_reads()` is true.
 
-    The keys and values of the context are stored before that pass. A pass that is replayed as a CUDA graph is not skipped.
+    The speculator stores the keys and values of the context before that pass, so it still follows the requests. A pass that is
+    replayed as a CUDA graph is not skipped.
 
-    Raises ValueError for variants of DFlash that sample in their own kernels.
+    Raises ValueError for variants of DFlash that sample in kernels of their own.
     """
     if type(dflash)._generate_draft not in (DFlashSpeculator._generate_draft, DSparkSpeculator._generate_draft):
         raise ValueError(
@@ -270,7 +273,10 @@ def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
 
 
 def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the logits of drafts, and the policy's token of each column or None if column v is token v."""
+    """Returns the logits for draft tokens, and the policy's token id for each column of them.
+
+    Instead of the token ids it returns None if column v is token v.
+    """
     model: Any = getattr(speculator, "model", None)
     token_ids = _reduced_vocabulary(model)
     if token_ids is not None:
@@ -281,6 +287,6 @@ def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tu
 
 
 def _reduced_vocabulary(model: Any) -> torch.Tensor | None:
-    """Returns the policy's token for each token of the drafter, int64 [V], ascending. None if the vocabularies are equal."""
+    """Returns the policy's token id for each token of the drafter, int64 [V], ascending. None if the ids are the same."""
     offsets = getattr(model, "draft_id_to_target_id", None)
     return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of the installed vLLM for our GPU kernels. It calls vLLM's own functions in the order of its `gumbel_sample`.
+"""Computes the noise of the installed vLLM for this package's GPU kernels, by calling vLLM's own functions.
 
-So our kernels and vLLM's get the same bits on any device, although devices compute logarithms differently. Since 0.31 vLLM
-hashes seed, position and token with MurmurHash3. Before that it draws a seed for the position by Philox, and a number for the
-token by Philox again.
+Devices compute logarithms differently. Because this package calls vLLM's functions, its kernels get the same bits as vLLM's
+kernels on each device. Since 0.31 vLLM hashes seed, position and token with MurmurHash3. Older versions use Philox twice,
+first to draw a seed for the position, and then to draw a number for the token.
 """
 
 import triton
@@ -18,7 +18,7 @@ if HAS_MURMUR_NOISE:
 
     @triton.jit
     def noise_of(seed, position, token):  # type: ignore[no-untyped-def]
-        """Returns the noise of tokens, float32, for a request's seed and a position."""
+        """Returns the noise of tokens at one position of a request, float32. It depends on the request's seed."""
         return -tl.log(-_log1p_of_negative(_uniform(seed, position, token)))
 
 else:
@@ -26,6 +26,6 @@ else:
 
     @triton.jit
     def noise_of(seed, position, token):  # type: ignore[no-untyped-def]
-        """Returns the noise of tokens, float32, for a request's seed and a position."""
+        """Returns the noise of tokens at one position of a request, float32. It depends on the request's seed."""
         uniform = _philox(tl.randint(seed, position), token, includes_zero=False)
         return -tl.log(-tldevice.log1p(-uniform))

@@ -42,10 +42,10 @@ class RemoteParticipant(Drafter):
 
 
 def remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
-    """Builds the verifier's side of the connections to the drafters at the addresses of `config`.
+    """Builds the verifier's side of the connections to the remote drafters at the addresses of `config`.
 
-    Drafters that the run itself starts have no address until it is announced. Only one rank of an engine may call this,
-    because the drafts that have arrived by network would differ from rank to rank.
+    Remote drafters that the run itself starts get their addresses later. Only one rank of an engine may call this, because
+    drafts arrive over the network, and different ranks would have received different drafts.
     """
     folder = Path(runner.model_config.model)
     model = PolicyModel(runner.vocab_size, tokenizer_fingerprint(folder), tuple(stop_token_ids(folder)))
@@ -58,7 +58,7 @@ def remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
 
 
 def _stream_request(request: NewRequest) -> StreamRequest:
-    """Returns what is sent of a request to remote drafters, with the length of the text up to which they may draft."""
+    """Returns what remote drafters must know about a request, including the length of the text up to which they may draft."""
     params = request.sampling_params
     top_k = max(0, params.top_k)  # vLLM also writes -1 for no top-k
     limit = request.limit if request.identity.speculate else 0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that start a vLLM engine and talk to it, such as its arguments, its requests, and copies to and from a GPU."""
+"""The code that starts a vLLM engine and talks to it, such as its arguments, its requests, and copies to and from a GPU."""

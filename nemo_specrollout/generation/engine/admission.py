@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses bad requests where vLLM admits requests, in the process of the caller, before they reach an engine core.
+"""Refuses bad requests in the caller's process, where vLLM admits requests, before they reach an engine core.
 
-From 0.32 on, vLLM calls the class method `validate_params` of each logits processor of an engine for each request. This is
-vLLM's own place for such checks, so every way in is covered, namely `LLM`, `AsyncLLM` and the OpenAI server, which answers
-with status 400. `arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no processors on the V2 model
-runner. There `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
+From 0.32 on, an engine of vLLM shows each request to the class method `validate_params` of its logits processors. This is
+vLLM's own place for such checks. So it covers `LLM`, `AsyncLLM` and the OpenAI server, which answers with status 400.
+`arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no logits processors on the V2 model runner.
+With them, `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
 
 vLLM hides the GPUs from the process while it imports this module, so the module must import nothing that needs one.
 """
@@ -25,14 +25,14 @@ else:
         LogitsProcessor = object
 
 _END_TOKENS = 8
-"""Number of stop tokens for which room is left in a request, because vLLM adds the model's own end tokens later."""
+"""Number of stop tokens for which a request must leave room, because vLLM later adds the model's own end tokens."""
 
 
 def check_params(params: Any) -> None:
-    """Raises ValueError, with field, value and fix, for sampling parameters that an engine with our worker cannot serve.
+    """Raises ValueError, with field, value and fix, for sampling parameters that this package's engines cannot serve.
 
-    These are identities that are malformed or absent (`check_request`), and lists that are too long for the V2 model runner,
-    which vLLM itself would only notice in the middle of an engine step.
+    An identity may be malformed or missing (`check_request`), or a list may be too long for the V2 model runner. vLLM itself
+    would notice such a list only in the middle of an engine step.
     """
     check_request(params)
     lists = [
@@ -48,7 +48,7 @@ def check_params(params: Any) -> None:
 
 
 def check_bad_words(params: Any) -> None:
-    """Raises ValueError if the tokens of `bad_words` are more than the V2 model runner has room for."""
+    """Raises ValueError if `bad_words` has more tokens than the V2 model runner has room for."""
     words = params.bad_words_token_ids or ()
     limits = [
         ("MAX_NUM_BAD_WORDS", len(words), "words"),
@@ -69,9 +69,9 @@ class RequestCheck(LogitsProcessor):
         check_params(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Returns False, because no request's logits are changed."""
+        """Returns False, which tells vLLM that this request needs no changes of its logits."""
         return False
 
     def apply(self, logits: Any, ctx: Any) -> Any:
-        """Returns the logits as they are."""
+        """Returns the logits unchanged."""
         return logits

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches of a text that was made ahead, and their form as bytes in a request. vLLM is not imported.
+"""Branches of a text that was made ahead, and how a request carries them as bytes. vLLM is not imported.
 
-A text made ahead was sampled by older weights for a request of a coming step. A branch is an alternative to the rest of it.
+A text made ahead was sampled by older weights for a request of a coming training step. A branch is another way in which this
+text may go on from some position.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,24 +11,24 @@ from typing import NamedTuple
 import numpy as np
 
 TOKEN_BYTES = 4
-"""Bytes of a token in a text that was made ahead."""
+"""Number of bytes of a token in a text that was made ahead."""
 _HEAD = 3
-"""How many numbers come before a branch's tokens. They are its parent, its position, and its number of tokens."""
+"""How many numbers come before the tokens of a packed branch. They are its parent, its position and its number of tokens."""
 
 
 class AheadBranch(NamedTuple):
-    """A text that differs from its parent from a position on. The tokens before that position are the parent's."""
+    """A text that differs from another one, its parent, from some position on. Before that, it has the parent's tokens."""
 
     parent: int
-    """Number of the path that it leaves, which is 0 for the text itself and i + 1 for the branch of index i."""
+    """Number of the parent, which is 0 for the text made ahead itself, and i + 1 for the branch with index i."""
     position: int
-    """Index of its first own token in the response."""
+    """Index in the response of the first token that is not the parent's."""
     text: bytes
-    """Its own tokens, as int32 numbers."""
+    """The tokens from that position on, as int32 numbers."""
 
 
 def pack(branches: Iterable[AheadBranch]) -> bytes:
-    """Returns branches as bytes of int32 numbers, the form in which `extra_args` carry them."""
+    """Returns branches as bytes of int32 numbers, in the form in which a request's `extra_args` carry them."""
     parts = []
     for branch in branches:
         head = np.array([branch.parent, branch.position, len(branch.text) // TOKEN_BYTES], np.int32)
@@ -36,9 +37,9 @@ def pack(branches: Iterable[AheadBranch]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[AheadBranch, ...]:
-    """Returns the branches from which `pack` made the bytes `packed`.
+    """Returns the branches that `pack` has turned into the bytes `packed`.
 
-    Raises ValueError if the bytes are not those of branches, each of which leaves the text or an earlier branch.
+    Raises ValueError if the bytes do not describe branches, or if the parent of a branch is not the text or an earlier branch.
     """
     found: list[AheadBranch] = []
     numbers = np.frombuffer(packed, np.int32)
@@ -54,7 +55,10 @@ def unpack(packed: bytes) -> tuple[AheadBranch, ...]:
 
 
 def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
-    """Returns all paths as int32 arrays. They are the text itself, and each branch with its parents' tokens before it."""
+    """Returns the text made ahead and all of its branches as whole texts, int32 arrays.
+
+    Each branch begins with the tokens of its parent.
+    """
     paths = [np.frombuffer(text, np.int32)]
     for branch in branches:
         own = np.frombuffer(branch.text, np.int32)
@@ -63,9 +67,9 @@ def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
 
 
 def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[AheadBranch, ...]:
-    """Returns branches for a request whose prompt already contains the first `num_tokens` of the response.
+    """Returns branches for a request whose prompt already contains the first `num_tokens` tokens of the response.
 
-    A branch that begins among these tokens keeps only its tokens after them, if there are any.
+    If a branch begins within these tokens, the result keeps only those of its tokens that come after them.
     """
     left = []
     for branch in branches:
@@ -79,12 +83,12 @@ def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[Ahea
 def begun_again(
     made: Sequence[int], text: bytes, branches: Sequence[AheadBranch]
 ) -> tuple[bytes, tuple[AheadBranch, ...]]:
-    """Returns the text made ahead and the branches of a request that starts over.
+    """Returns the text made ahead and the branches for a request that starts over, so that nothing generated for it is lost.
 
-    The request has generated the tokens `made`, and had `text` and `branches` until now. The new text is `made`, continued
-    by the rest of the path that agrees with it longest. So a request that starts over early in its response still carries
-    everything that was ever generated for it. The other paths become branches, which begin where they diverge from the new
-    text. There are at most as many branches as before, and those that diverge last are kept.
+    The request has generated the tokens `made`, and has carried `text` and `branches` until now. A path is `text` or one of
+    the branches as a whole text. The new text is `made`, continued by the rest of that path which agrees with `made` longest.
+    The other paths become branches, which begin where they differ from the new text. At most `len(branches)` of them are kept,
+    which are those that differ last.
     """
     paths = paths_of(text, branches)
     own = np.array(made, np.int32)
@@ -97,7 +101,7 @@ def begun_again(
 
 
 def num_common(a: np.ndarray, b: np.ndarray) -> int:
-    """Returns the number of leading tokens that two texts have in common."""
+    """Returns the number of tokens at the beginning that two texts have in common."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

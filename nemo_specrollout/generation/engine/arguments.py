@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the block into arguments of `vllm.LLM`, such as the worker class and `speculative_config`. vLLM is not imported."""
+"""Turns the block, which is this package's configuration, into arguments of `vllm.LLM`. vLLM is not imported."""
 
 import dataclasses
 import os
@@ -17,17 +17,21 @@ from nemo_specrollout.storage.model_folder import text_config
 WORKER = "nemo_specrollout.generation.vllm_worker.SpecrolloutWorker"
 SCHEDULER = "nemo_specrollout.generation.engine.step_outputs.build_scheduler"
 REQUEST_CHECK = "nemo_specrollout.generation.engine.admission:RequestCheck"
-"""Our entry in vLLM's `logits_processors`. It checks requests and changes no logits."""
+"""This package's entry in vLLM's `logits_processors`. It checks requests and changes no logits."""
 TEXT_METHOD = "ngram_gpu"
-"""vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace vLLM's."""
+"""Name of the method by which vLLM drafts without weights. It allows asynchronous scheduling. This package's drafters take the
+place of vLLM's own drafter."""
 HOST_CHOOSES = "specrollout_host_chooses"
-"""Key of vLLM's `additional_config` for the reason why the host chooses the drafts, or null if the device does."""
+"""Key in vLLM's `additional_config`. Its value is the reason why the host chooses the drafts that are verified, or null if the
+device does."""
 DRAFT_ROWS = "specrollout_draft_rows"
-"""Key of vLLM's `additional_config` for the most draft tokens that all requests of an engine step have together."""
+"""Key in vLLM's `additional_config`. Its value is the largest number of draft tokens that all requests of an engine step may
+have together."""
 _DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
-"""Attention backends with which vLLM 0.32 allows engine steps in which only the device knows how many drafts requests have."""
+"""Attention backends with which vLLM 0.32 need not know on the host how many drafts each request of an engine step has."""
 _ROW_OUTPUTS = {"enable_return_routed_experts": "experts", "return_sampling_mask": "sampling masks"}
-"""Arguments with which vLLM returns something for each row, so that the host must know which rows each request has."""
+"""Arguments with which vLLM returns something for each row of an engine step. Then the host must know which rows belong to
+which request."""
 _WITHOUT_DRAFTS = {
     "enable_lora": "vLLM maps adapters to the rows of a step without drafts; NeMo-RL's own LoRA needs no adapters in vLLM",
     "watermark_config": "a watermark changes samples, and drafts are accepted by samples without one",
@@ -39,7 +43,8 @@ _WITHOUT_TIES = {
     "return_sampling_mask": _OTHER_SAMPLER,
     "enable_batch_sharded_sampling": "each GPU then samples a share of the requests, but only one is asked for near-ties",
 }
-"""Arguments with which an engine cannot keep the near-ties of early requests, where branches begin, and the reasons."""
+"""Arguments with which an engine cannot keep near-ties, and the reasons. At a near-tie the best two scores are almost equal,
+so a branch of a text made ahead may begin there."""
 _FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
@@ -47,7 +52,7 @@ QUIET_START = {
     "skip_tokenizer_init": True,
     "distributed_executor_backend": "uni",
 }
-"""Arguments of an engine that stays in this process and prints no progress."""
+"""Arguments for an engine that runs in this process and prints no progress."""
 _PROCESS_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -55,34 +60,37 @@ _PROCESS_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Variables that keep an engine in this process, quick to start and quiet."""
+"""Environment variables that keep an engine in this process, and make it start quickly and without output."""
 
 
 @dataclass(frozen=True)
 class VllmAbilities:
-    """Abilities and defaults of the installed vLLM that the arguments depend on."""
+    """Abilities and defaults of the installed vLLM on which an engine's arguments depend."""
 
     chooses_on_device: bool = True
     """Whether vLLM can choose on the device which drafts an engine step verifies."""
     keeps_last_block: bool = True
-    """Whether vLLM can reuse the last block of a cached prompt where a head drafts."""
+    """Whether vLLM can reuse the last block of a cached prompt even if a draft head drafts."""
     checks_requests: bool = True
-    """Whether vLLM asks logits processors of the V2 model runner about each request."""
+    """Whether vLLM lets logits processors check each request with the V2 model runner."""
     default_tokens: int = 2048
     """vLLM's default of `max_num_batched_tokens`."""
     default_requests: int = 128
     """vLLM's default of `max_num_seqs`."""
     policy: Mapping[str, Any] = field(default_factory=dict)
-    """The policy's config.json, which is empty if it is unknown."""
+    """Content of the policy's config.json. Empty if it is unknown."""
     largest_graph: int = 512
-    """Rows of the largest CUDA graph that vLLM captures by default on this device."""
+    """Number of rows of the largest CUDA graph that vLLM captures by default on this device."""
 
 
 NEWEST_VLLM = VllmAbilities()
 
 
 def set_process_environment() -> None:
-    """Sets the environment of an engine in this process, before vllm is imported. Variables that are set already stay."""
+    """Sets environment variables for an engine in this process. Call it before vllm is imported.
+
+    Variables that are already set keep their values.
+    """
     for name, value in _PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -93,10 +101,10 @@ def with_specrollout(
     device: str,
     abilities: VllmAbilities = NEWEST_VLLM,
 ) -> dict[str, Any]:
-    """Returns `vllm_kwargs` with the block in effect, or unchanged if the block is disabled.
+    """Returns a copy of `vllm_kwargs` that puts the block, which is this package's configuration, into effect.
 
-    Without drafters, or with the user's own `speculative_config`, only the sampler is ours. `device` is the type of
-    vLLM's device, such as `cuda`.
+    The copy is unchanged if the block is disabled. If the block names no drafters, or if the user gives a
+    `speculative_config`, only the sampler is replaced. `device` is the type of vLLM's device, such as `cuda`.
 
     Raises ValueError if the user's arguments contradict the block.
     """
@@ -138,7 +146,7 @@ def with_specrollout(
 
 
 def _check_ties(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
-    """Raises ValueError if texts made ahead may have branches, but the engine would not keep the near-ties for them."""
+    """Raises ValueError if branches of texts made ahead are wanted, but an argument rules them out (`_WITHOUT_TIES`)."""
     num_branches = block.most_paths - 1
     for name, why in _WITHOUT_TIES.items():
         if num_branches and arguments.get(name):
@@ -149,23 +157,23 @@ def _check_ties(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
 
 
 def users_processors(processors: Sequence[Any] | None) -> list[Any]:
-    """Returns an engine's logits processors except ours, which changes no logits."""
+    """Returns an engine's logits processors without `REQUEST_CHECK`, which belongs to this package and changes no logits."""
     return [processor for processor in processors or () if processor != REQUEST_CHECK]
 
 
 def abilities_of(version: str | None, policy: Mapping[str, Any]) -> VllmAbilities:
-    """Returns what a version of vLLM can do for a policy, without importing vLLM. None counts as the newest version.
+    """Returns what a version of vLLM can do for a policy, without importing vLLM. None stands for the newest version.
 
-    `policy` is the policy's config.json.
+    `policy` is the content of the policy's config.json.
     """
     return VllmAbilities(chooses_on_device=version is None or DEVICE_CHOICE.is_in(version), policy=policy)
 
 
 def host_choice(arguments: Mapping[str, Any], abilities: VllmAbilities) -> str | None:
-    """Returns why the host must choose the drafts of each engine step, or None if vLLM lets the device choose them.
+    """Returns why the host must choose the drafts that an engine step verifies, or None if vLLM lets the device choose them.
 
-    The rules are those of vLLM's adaptive verification (config/vllm.py, v1/attention/backend.py). vLLM itself checks them
-    only where there are CUDA graphs. Our worker asks the attention backends again.
+    The rules are those of vLLM's adaptive verification (config/vllm.py, v1/attention/backend.py). vLLM itself checks them only
+    if it uses CUDA graphs. Therefore this package's worker asks the attention backends again.
     """
     if not abilities.chooses_on_device:
         return f"vLLM before {'.'.join(map(str, DEVICE_CHOICE.since[:2]))} cannot choose them on the device"
@@ -184,9 +192,10 @@ def host_choice(arguments: Mapping[str, Any], abilities: VllmAbilities) -> str |
 def added_graphs(
     arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities = NEWEST_VLLM
 ) -> list[int]:
-    """Returns the row counts of CUDA graphs that the block adds to vLLM's own, for engine steps with many drafts.
+    """Returns the row counts of CUDA graphs that are captured in addition to vLLM's own, for engine steps with many drafts.
 
-    The list is empty where the host chooses the drafts of each step, or where graphs do not hold whole steps.
+    The list is empty if the host chooses the drafts that are verified. It is also empty if vLLM makes no CUDA graphs of whole
+    engine steps.
     """
     block = block.with_own_drafters
     if not block.enabled or not block.drafters or not _has_full_graphs(arguments):
@@ -200,7 +209,7 @@ def added_graphs(
 
 
 def _has_full_graphs(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM makes CUDA graphs of whole engine steps, which is its default."""
+    """Returns whether vLLM captures CUDA graphs of whole engine steps, as it does by default."""
     compilation = arguments.get("compilation_config")
     mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
     return not arguments.get("enforce_eager") and (mode is None or str(mode).rpartition(".")[2].upper() in _FULL_GRAPHS)
@@ -235,9 +244,9 @@ def _num_slots(arguments: Mapping[str, Any], abilities: VllmAbilities) -> int:
 
 
 def _draft_rows(arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> int:
-    """Returns the most draft tokens that all requests of an engine step have together.
+    """Returns the largest number of draft tokens that all requests of an engine step may have together.
 
-    Where these are too few for `block.most_drafts` in every slot, the user's `max_num_batched_tokens` limits them further.
+    If these do not suffice for `block.most_drafts` in every slot, the user's `max_num_batched_tokens` limits them further.
     """
     num_slots = _num_slots(arguments, abilities)
     rows = block.most_draft_rows(num_slots)
@@ -248,11 +257,11 @@ def _draft_rows(arguments: Mapping[str, Any], block: SpecrolloutConfig, abilitie
 
 
 def _make_room_for_drafts(arguments: dict[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> None:
-    """Raises vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
+    """Increases vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
 
-    vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. With the
-    raised default, an engine step has as much room for prompts as without drafts. Raises ValueError if the user's own value
-    is too small for the drafts.
+    vLLM first schedules a row for each draft that a request may have, and only then leaves out the drafts that do not pay.
+    With the larger value, an engine step has as much room for prompts as without drafts. Raises ValueError if the user has set
+    a value that is too small for the drafts.
     """
     num_drafts = _draft_rows(arguments, block, abilities)
     given = arguments.get("max_num_batched_tokens")

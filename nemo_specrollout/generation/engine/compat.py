@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects by names and signatures what the installed vLLM has, and checks what this package relies on.
+"""Finds out by names and signatures what the installed vLLM can do, and checks that it has what this package relies on.
 
-Larger differences between model runners are in `generation/runners`, which has a class for each family.
+Code for larger differences between model runners is in `generation/runners`, which has a class for each family of them.
 """
 
 import importlib.util
@@ -44,11 +44,11 @@ RUNNER_ATTRIBUTES = (
     "sampler",
     "speculator",
 )
-"""Attributes of the model runner that this package replaces or reads."""
+"""Attributes of vLLM's model runner that this package replaces or reads."""
 
 
 def takes(function: Any, name: str) -> bool:
-    """Returns whether a function has a parameter of this name."""
+    """Returns whether a function has a parameter with this name."""
     return name in inspect.signature(function).parameters
 
 
@@ -57,27 +57,27 @@ HAS_MURMUR_NOISE = hasattr(gumbel, "murmur3_uniform32")
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts to a given depth, and chooses on the device which drafts an engine step verifies (0.32 and later)."""
 HAS_REQUEST_CHECKS = importlib.util.find_spec("vllm.v1.worker.gpu.sample.logits_processor") is not None
-"""Whether vLLM asks logits processors of the V2 model runner about each request (0.32 and later)."""
+"""Whether vLLM lets logits processors check each request with the V2 model runner (0.32 and later)."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 """Whether the V2 model runner supports drafters without weights (0.32 and later)."""
 _TARGET_NOISE: dict[str, Any] = {"is_drafting": False} if takes(gumbel.gumbel_sample, "is_drafting") else {}
 
 
 def check_version() -> None:
-    """Raises ConfigError for a version of vLLM outside the supported range."""
+    """Raises ConfigError if the version of the installed vLLM is not supported."""
     message = unsupported_version(VLLM_VERSION)
     if message is not None:
         raise ConfigError(message)
 
 
 def check_features(block: SpecrolloutConfig) -> None:
-    """Raises ConfigError if the block asks for something that the installed vLLM cannot run."""
+    """Raises ConfigError if the block asks for something that the installed vLLM cannot do."""
     for sentence in refusals(block, VLLM_VERSION):
         raise ConfigError(sentence)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that vllm.LLM does not have."""
+    """Raises ConfigError if one of the arguments is unknown to vllm.LLM."""
     known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(LLM.__init__).parameters)
     for name in arguments:
         if name not in known:
@@ -85,7 +85,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def verify_model_runner(runner: Any) -> None:
-    """Raises RuntimeError unless `runner` is vLLM's V2 model runner with all of `RUNNER_ATTRIBUTES`."""
+    """Raises RuntimeError unless `runner` is vLLM's V2 model runner and has all `RUNNER_ATTRIBUTES`."""
     if not isinstance(runner, GPUModelRunner):
         raise RuntimeError(
             f"specrollout needs vLLM's V2 model runner, but vLLM {VLLM_VERSION} built {type(runner).__module__}."
@@ -96,18 +96,21 @@ def verify_model_runner(runner: Any) -> None:
 
 
 def require(owner: Any, names: Iterable[str], what: str) -> None:
-    """Raises RuntimeError unless a module, class or object of vLLM has all `names`. `what` describes it in the message."""
+    """Raises RuntimeError unless a module, class or object of vLLM has all attributes in `names`.
+
+    `what` describes `owner` in the error message.
+    """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise RuntimeError(f"vLLM {VLLM_VERSION}: {what} has no {', '.join(missing)}; this version is not supported")
 
 
 def make_top_p_independent_of_batch() -> None:
-    """Makes vLLM's top-p kernels give the same result for a row whatever the number of rows in its engine step.
+    """Makes vLLM's top-p kernels give the same result for a row, however many rows its engine step has.
 
-    Otherwise a token could depend on drafts. With up to 64 rows, vLLM's GPU kernels sum each row in slices whose number
-    depends on the number of rows. The sum may then differ in the last bit, and so may the set of tokens that top-p excludes.
-    Older versions do not slice rows. Raises RuntimeError if vLLM slices rows under another name.
+    Otherwise a token could depend on drafts. With up to 64 rows, vLLM's GPU kernels sum each row in slices, whose number
+    depends on the number of rows. So the last bit of the sum may differ, and with it the set of tokens that top-p excludes.
+    Older versions do not slice rows. Raises RuntimeError if vLLM slices rows but lacks the setting that turns this off.
     """
     if _slices_rows():
         require(topk_topp_triton, ["_SPLIT_MAX_BATCH"], topk_topp_triton.__name__)
@@ -115,7 +118,7 @@ def make_top_p_independent_of_batch() -> None:
 
 
 def verify_top_p() -> None:
-    """Raises RuntimeError if the result of top-p for a row may depend on the number of rows in its engine step."""
+    """Raises RuntimeError if the result of top-p for a row may depend on how many rows its engine step has."""
     if _slices_rows() and topk_topp_triton._SPLIT_MAX_BATCH != 0:
         raise RuntimeError(
             f"specrollout's top-p is not in force: something set {topk_topp_triton.__name__}._SPLIT_MAX_BATCH"
@@ -138,14 +141,15 @@ def draw(
 ) -> torch.Tensor:
     """Returns the token that vLLM samples in each row, int64 [R], with the noise that it uses for the policy's tokens.
 
-    `logits` are [R, V]. `slots` and `positions` are [R], and `temperature` and `seeds` have a value for each request slot.
+    `logits` are [R, V]. `slots` (request slots) and `positions` are [R]. `temperature` and `seeds` have a value for each
+    request slot.
     """
     arguments = (logits, slots, temperature, seeds, positions)
     return gumbel.gumbel_sample(*arguments, apply_temperature=apply_temperature, use_fp64=use_fp64, **_TARGET_NOISE)
 
 
 def output_options(vllm_config: Any) -> Any:
-    """Returns the part of vLLM's config that says what else an engine returns for each row beside its token."""
+    """Returns the part of vLLM's config that tells which outputs an engine returns for each row in addition to its token."""
     return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # the model config before 0.32
 
 
@@ -158,16 +162,16 @@ def scheduler_of(engine: Any) -> Any:
 
 
 def device_type() -> str:
-    """Returns the type of device that vLLM uses in this process, such as `cuda`."""
+    """Returns the type of the device that vLLM uses in this process, such as `cuda`."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
 
 
 def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> VllmAbilities:
-    """Returns what the installed vLLM can do for an engine of these arguments.
+    """Returns what the installed vLLM can do for an engine with these arguments.
 
-    `is_async` is true if the arguments are for NeMo-RL's asynchronous engine, and false if they are for `vllm.LLM`.
+    `is_async` is true for NeMo-RL's asynchronous engine, and false for `vllm.LLM`.
     """
     keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
     sizes = _default_sizes(arguments, is_async)
@@ -182,7 +186,7 @@ def _is_data_center_blackwell() -> bool:
 
 
 def _policy(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the engine's model from its folder or the Hub's cache, or {} if it cannot be read."""
+    """Returns the config.json of the engine's model, from its folder or the Hub's cache, or {} if it cannot be read."""
     if not (model := arguments.get("model")):
         return {}
     try:
@@ -193,7 +197,7 @@ def _policy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_sizes(arguments: Mapping[str, Any], is_async: bool) -> tuple[int, int]:
-    """Returns vLLM's defaults of `max_num_batched_tokens` and `max_num_seqs`, as `EngineArgs` sets them."""
+    """Returns the defaults of `max_num_batched_tokens` and `max_num_seqs` that vLLM's `EngineArgs` would set."""
     use = UsageContext.ENGINE_CONTEXT if is_async else UsageContext.LLM_CLASS
     world_size = (arguments.get("tensor_parallel_size") or 1) * (arguments.get("pipeline_parallel_size") or 1)
     tokens, requests = EngineArgs.get_batch_defaults(world_size)

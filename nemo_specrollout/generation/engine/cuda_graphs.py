@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which CUDA graphs an engine captures. vLLM is not imported.
 
-By default vLLM captures graphs of up to 512 rows, because an engine step of plain decoding has one row for each request. A
-step that verifies drafts has many more, for example 1,056 rows for 32 requests with 32 drafts each. In steps beyond the
-largest graph the host launches each kernel of each layer, and the GPU waits for it. So larger graphs are captured where the
-drafts that a block allows can fill them.
+By default vLLM captures graphs of up to 512 rows, because an engine step of plain decoding has one row for each request. An
+engine step that verifies drafts has many more, for example 1,056 rows for 32 requests with 32 drafts each. If a step has more
+rows than the largest graph, the host launches each kernel of each layer, and the GPU waits for the host. So larger graphs are
+captured if the drafts that a block allows can fill them.
 """
 
 from collections.abc import Mapping
@@ -13,29 +13,35 @@ from typing import Any
 from nemo_specrollout.storage.model_folder import text_config
 
 LARGEST = 2048
-"""Rows of the largest graph. At 2,048 rows, computing a layer takes a GPU about as long as launching it takes the host."""
+"""Number of rows of the largest graph. At 2,048 rows, a GPU needs about as long to compute a layer as the host to launch it.
+So still larger graphs would save nothing."""
 LOGITS_BYTES = 1 << 30
-"""Most bytes of float32 logits that vLLM samples at once (`MAX_CHUNK_BYTES`). All rows of a graph must fit into them."""
+"""Largest number of bytes of the float32 logits that vLLM samples at once (`MAX_CHUNK_BYTES`). The logits of all rows of a
+graph must fit into them."""
 _SPLITS = 32
 """vLLM's default of `attention_config.flash_attn_max_num_splits_for_cuda_graph`."""
 _STRIDES = {1024: 128, LARGEST: 256}
-"""Distance in rows between graphs beyond vLLM's largest. The key is the number of rows up to which it applies."""
+"""Difference in rows between successive graphs beyond vLLM's largest one. Each key is the number of rows up to which the value
+applies."""
 _ALIGNED = 16
-"""Every graph has a multiple of this many rows, so that tensor-parallel ranks can share them evenly."""
+"""The number of rows of every graph is a multiple of this, so that tensor-parallel ranks can divide them evenly."""
 _USERS_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-"""Settings by which a user chooses the sizes, in vLLM's `compilation_config` or among its arguments."""
+"""Settings by which a user chooses the sizes of graphs. They may be in `compilation_config` or among vLLM's arguments."""
 
 
 def larger_graphs(
     arguments: Mapping[str, Any], most_rows: int, largest_of_vllm: int, vocab_size: int | None = None
 ) -> list[int]:
-    """Returns the row counts of graphs to capture beyond vLLM's. Empty if those suffice, or if the user has set sizes.
+    """Returns the row counts of graphs to capture in addition to vLLM's, ascending.
+
+    The list is empty if vLLM's graphs suffice, or if the user has chosen sizes.
 
     Args:
         arguments: vLLM's arguments.
-        most_rows: rows of an engine step in which every request verifies all drafts that it may have, as far as there is room.
-        largest_of_vllm: rows of the largest graph that vLLM captures by default on this device.
-        vocab_size: tokens of the policy's vocabulary, if known.
+        most_rows: number of rows of the largest engine step, in which every request verifies all drafts for which there is
+        room.
+        largest_of_vllm: number of rows of the largest graph that vLLM captures by default on this device.
+        vocab_size: number of tokens of the policy's vocabulary, or None if unknown.
     """
     compilation = arguments.get("compilation_config")
     if compilation is not None and not isinstance(compilation, Mapping):
@@ -61,13 +67,15 @@ def vllms_graphs(largest: int) -> list[int]:
 
 
 def graph_bytes(policy: Mapping[str, Any], num_rows: int, num_ranks: int = 1) -> int | None:
-    """Estimates the bytes of the graphs' pool on each of `num_ranks` tensor-parallel ranks. Returns None if unknown.
+    """Estimates how many bytes an engine's CUDA graphs take on each of `num_ranks` tensor-parallel ranks.
 
-    `policy` is the policy's config.json, and `num_rows` are the rows of the largest graph. All graphs share one pool, which
-    holds what the largest graph computes for a layer. For a dense model in bfloat16 these are hidden states, queries, keys,
-    values and both halves of the FFN. FlashAttention 3 needs most of the memory, because within graphs it keeps partial
-    outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its graphs take, and makes
-    the KV cache smaller by that.
+    `policy` is the content of the policy's config.json, and `num_rows` is the number of rows of the largest graph. Returns
+    None if the config lacks a size that is needed.
+
+    All graphs share one pool of memory, which must hold what the largest graph computes for a layer. For a dense model in
+    bfloat16 these are hidden states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of the
+    memory. Within graphs it keeps partial outputs in float32 for up to 32 splits of each text. When an engine starts, vLLM
+    measures the memory of its graphs, and makes the KV cache smaller by that.
     """
     policy = text_config(policy)
     try:

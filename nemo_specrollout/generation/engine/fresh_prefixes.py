@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps requests from reusing prefixes that older weights have cached. vLLM is not imported.
+"""Keeps requests from reusing cached prefixes that older weights have computed. vLLM is not imported.
 
-vLLM finds a cached block by its tokens and not by the weights that computed it, and it drops cached blocks only while no
-request holds one. So each prompt gets a salt that stands for the weights (vLLM's `cache_salt`) and enters the hash of its
-blocks. Requests under the same weights still share their prefixes, and a block of older weights is never found again.
+vLLM finds a cached block of the KV cache by its tokens, whatever weights computed it. It can drop a cached block only while no
+request uses the block. Therefore this module gives each prompt a salt that stands for the present weights (vLLM's
+`cache_salt`). The salt enters the hash of the prompt's blocks. So requests under the same weights still share their prefixes,
+and a block of older weights is never found again.
 """
 
 import asyncio
@@ -17,15 +18,16 @@ from typing import Any
 from uuid import uuid4
 
 SALT_KEY = "cache_salt"
-"""Key of the salt in vLLM's prompts, and name of the field in its requests."""
+"""Key of the salt in vLLM's prompts, and name of the same field in vLLM's requests."""
 Generate = Callable[..., AsyncGenerator[Any, None]]
 """Type of the method `AsyncLLM.generate`."""
 
 
 class CacheSalt:
-    """The salt of an engine's new prompts. Owns the number of updates of the engine's weights.
+    """Gives an engine's new prompts a salt, which changes with each update of the engine's weights.
 
-    No two engines or runs have a salt in common, because blocks may outlive an engine in a store outside it.
+    Owns the number of updates. No two engines and no two runs have a salt in common, because cached blocks may be stored
+    outside the engine and outlive it.
     """
 
     def __init__(self) -> None:
@@ -33,13 +35,14 @@ class CacheSalt:
         self._num_changes = 0
 
     def renew(self) -> None:
-        """Notes that the weights change. Prompts that are salted from now on find no blocks of earlier prompts."""
+        """Changes the salt, because the weights change. Prompts with the new salt find no cached blocks of earlier prompts."""
         self._num_changes += 1
 
     def of(self, prompt: Any) -> Any:
-        """Returns one of vLLM's prompts with the salt, or unchanged if its kind cannot have one.
+        """Returns a copy of one of vLLM's prompts with the salt, or the prompt itself if its kind cannot have a salt.
 
-        A salt that the prompt already has stays a part of the new one, because its sender uses it to keep prompts apart.
+        If the prompt has a salt already, that salt stays a part of the new one, because the sender uses it to keep prompts
+        apart.
         """
         salt = f"{self._engine}-{self._num_changes}"
         if isinstance(prompt, str):
@@ -60,7 +63,7 @@ def _joined(salt: str, given: str | None) -> str:
 
 
 def salt_synchronous(engine: Any, salt: CacheSalt) -> None:
-    """Makes vLLM's synchronous `LLMEngine` salt the prompt of every request."""
+    """Makes vLLM's synchronous `LLMEngine` add the salt to the prompt of every request."""
     add_request = engine.add_request
 
     def add_salted(request_id: str, prompt: Any, *arguments: Any, **options: Any) -> Any:
@@ -70,11 +73,11 @@ def salt_synchronous(engine: Any, salt: CacheSalt) -> None:
 
 
 class NewKv:
-    """Makes an asynchronous engine recompute the KV of running requests after a weight update.
+    """Makes an asynchronous engine recompute the KV of running requests after an update of its weights.
 
-    It wraps `AsyncLLM.collective_rpc`, through which weights arrive. vLLM handles calls in the order in which they are sent,
-    and handles all waiting calls before it begins a step. So vLLM drops all KV right after the new weights have arrived, and
-    no step with new weights reads KV of older ones.
+    It wraps `AsyncLLM.collective_rpc`, through which the weights arrive. vLLM handles calls in the order in which they are
+    sent, and handles all waiting calls before it begins an engine step. This class sends the call that drops all KV right
+    after the call that delivers the last weights. So no engine step with new weights reads KV of older ones.
     """
 
     def __init__(self, llm: Any, last_calls: Collection[str]) -> None:
@@ -86,11 +89,11 @@ class NewKv:
         llm.collective_rpc = self._call
 
     def change_begins(self) -> None:
-        """Notes that new weights are coming."""
+        """Notes that a weight update begins."""
         self._is_due = True
 
     async def change_ends(self) -> None:
-        """Drops all KV, unless one of the last calls has done so already."""
+        """Drops all KV, unless this happened already when the last tensors of the weight update arrived."""
         if self._is_due:
             await self._drop()
 
@@ -102,13 +105,13 @@ class NewKv:
         return reply
 
     async def _drop(self) -> None:
-        """Makes vLLM preempt all running requests and drop all KV. The requests go on when their KV is recomputed."""
+        """Makes vLLM preempt all running requests and drop all KV. The requests continue after their KV is recomputed."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
         self._is_due = False
 
 
 def _promise() -> Future[None]:
-    """Returns a future that stays uncancelled when a task that waits for it is cancelled."""
+    """Returns a future that is not cancelled when a task that waits for it is cancelled."""
     promise: Future[None] = Future()
     promise.set_running_or_notify_cancel()
     return promise
@@ -116,16 +119,16 @@ def _promise() -> Future[None]:
 
 @dataclass(eq=False)
 class _Attempt:
-    """An attempt to decode a request. It counts as one until the request has its first output."""
+    """An attempt to decode a request, from its start until the request's first output."""
 
     request_id: str
     outputs: AsyncGenerator[Any, None]
     first: asyncio.Task[Any]
-    """Task that waits for the first output. Its result is None if the request ends without an output."""
+    """Task that waits for the first output. Its result is None if the request ends without any output."""
     is_stopped: bool = False
-    """Whether a change of the weights has cancelled the attempt."""
+    """Whether the attempt was cancelled because the weights change."""
     left: Future[None] = field(default_factory=_promise)
-    """Done when vLLM no longer has the attempt, or when the first output is there."""
+    """Done when vLLM no longer has the request of this attempt, or when the first output has arrived."""
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -133,21 +136,23 @@ class _Attempt:
 
 
 class FreshPrefixes:
-    """Salts the requests of an asynchronous engine, and lets none start while weights change.
+    """Salts the requests of an asynchronous engine, and starts no request while the engine's weights change.
 
-    Owns the attempts that have no output yet, and knows whether a change of the weights is going on. A change begins before
-    the first new tensor arrives and ends after the last one.
+    Owns the attempts to decode requests that have no output yet, and knows whether the weights are changing. A change begins
+    before the first new tensor arrives and ends after the last one.
 
-    Invariant: vLLM looks up the prefix of a new request only between two changes, and under the salt of that time. A request
-    that arrives during a change waits for its end. A request that has sampled no token when a change begins may still be in
-    vLLM's queue, so it is taken out of vLLM and starts after the change. A request that has sampled a token goes on. If vLLM
-    preempts it, it may find blocks of its own salt again, which hold the KV that it would have kept without the preemption.
+    Invariant: vLLM looks up the cached prefix of a new request only between two changes, and with the salt of that time. A
+    request that arrives during a change waits for its end. A request that has sampled no token when a change begins may still
+    be in vLLM's queue. So it is removed from vLLM and starts again after the change. A request that has sampled a token goes
+    on. If vLLM preempts such a request, it may find blocks with its own salt again. They hold the KV that it would also have
+    without the preemption.
 
-    Changes belong to one event loop. Requests may come on several, because NeMo-RL's HTTP server has a thread of its own.
+    Changes belong to one event loop. Requests may come from several event loops, because NeMo-RL's HTTP server has a thread of
+    its own.
     """
 
     def __init__(self, llm: Any, generate: Generate, salt: CacheSalt) -> None:
-        """`generate` is vLLM's own method of `llm`."""
+        """`generate` is the original method of vLLM's `AsyncLLM` object `llm`."""
         self._llm = llm
         self._generate = generate
         self._salt = salt
@@ -157,7 +162,7 @@ class FreshPrefixes:
         self._waiting: list[Future[None]] = []
 
     async def change_begins(self) -> None:
-        """Notes that new weights are coming. When this returns, vLLM has no request that has not sampled a token."""
+        """Notes that new weights are coming. When this returns, every request in vLLM has sampled at least one token."""
         with self._lock:
             self._is_changing = True
             self._salt.renew()
@@ -167,7 +172,7 @@ class FreshPrefixes:
         await asyncio.gather(*(asyncio.wrap_future(attempt.left) for attempt in early))
 
     def change_ends(self) -> None:
-        """Notes that all new weights have arrived or that the change has failed, and starts the waiting requests."""
+        """Notes that all new weights have arrived or that the update has failed, and starts the waiting requests."""
         with self._lock:
             self._is_changing = False
             waiting = self._waiting
@@ -176,7 +181,7 @@ class FreshPrefixes:
             request.set_result(None)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """Yields the outputs of a request, in the place of `AsyncLLM.generate`, whose arguments it takes."""
+        """Yields the outputs of a request. It replaces `AsyncLLM.generate` and takes the same arguments."""
         while True:
             attempt = await self._begin(prompt, params, request_id, options)
             async with aclosing(attempt.outputs):
@@ -191,7 +196,7 @@ class FreshPrefixes:
                 return
 
     async def _begin(self, prompt: Any, params: Any, request_id: str, options: Mapping[str, Any]) -> _Attempt:
-        """Starts an attempt as soon as no change of the weights is going on."""
+        """Starts an attempt to decode a request, as soon as the weights are not changing."""
         while True:
             with self._lock:
                 if not self._is_changing:
@@ -204,10 +209,10 @@ class FreshPrefixes:
             await asyncio.wrap_future(opened)
 
     async def _first_output(self, attempt: _Attempt) -> Any:
-        """Waits for the first output of an attempt and returns it.
+        """Waits for the first output of an attempt to decode a request, and returns it.
 
-        The result is None if there is no output, or if a change of the weights takes the attempt out of vLLM before. Raises
-        what vLLM raised. If the caller is cancelled, the attempt is removed from vLLM too.
+        Returns None if there is no output, or if the attempt was cancelled because the weights change. Raises what vLLM has
+        raised. If the caller is cancelled, the request is removed from vLLM too.
         """
         try:
             await asyncio.wait({attempt.first})
@@ -228,7 +233,7 @@ class FreshPrefixes:
             attempt.left.set_result(None)
 
     def _has_sampled(self, request_id: str) -> bool:
-        """Returns whether all samples of a request have a token, even if the request yields nothing before its end."""
+        """Returns whether every sample of a request has at least one token, even if vLLM yields no output before the end."""
         outputs = self._llm.output_processor
         samples = [outputs.request_states.get(sample) for sample in list(outputs.external_req_ids.get(request_id, ()))]
         return bool(samples) and not any(sample is not None and sample.is_prefilling for sample in samples)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts vLLM in this process with a block, drives it one engine step at a time, and describes what it runs on."""
+"""Starts vLLM in this process with a block, drives it one engine step at a time, and reports which settings it uses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from nemo_specrollout.generation.engine.requests import Rollout
 
 
 def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
-    """Returns a `vllm.LLM` with these arguments and the block in effect. `process_state.stop` stops it.
+    """Returns a `vllm.LLM` with these arguments, in which the block (this package's configuration) is in effect.
 
-    Raises ConfigError if this vLLM cannot run the block, or refuses the arguments.
+    `process_state.stop` stops it. Raises ConfigError if the installed vLLM cannot run the block or refuses the arguments.
     """
     set_process_environment()
     from vllm import LLM
@@ -48,7 +48,7 @@ def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
 
 
 def engine_facts(llm: Any) -> dict[str, str | bool]:
-    """Returns the settings in force by name, such as vLLM's version, model runner, scheduling and CUDA graph mode."""
+    """Returns the settings that an engine uses, by name, such as vLLM's version, scheduling and CUDA graph mode."""
     from nemo_specrollout.generation.engine.compat import VLLM_VERSION
 
     config = llm.llm_engine.vllm_config
@@ -63,18 +63,21 @@ def engine_facts(llm: Any) -> dict[str, str | bool]:
 
 
 def _host_choice(worker: Any) -> str | None:
-    """Returns why the host chooses an engine step's drafts. None if the device does, or if the worker is vLLM's own."""
+    """Returns why the host chooses the drafts that an engine step verifies, or None if the device does.
+
+    `worker` is a vLLM worker. For vLLM's own worker class the result is None.
+    """
     return getattr(worker, "specrollout_host_chooses", None)
 
 
 def _began(worker: Any) -> str:
-    """Returns what the engine has taken over from earlier starts, as one phrase. Empty if that is nothing."""
+    """Returns a phrase that says what the engine has taken over from earlier starts, or "" if it has taken over nothing."""
     kept = getattr(worker, "specrollout_kept", None)
     return "" if kept is None else ", and ".join(kept.began())
 
 
 def device_facts(llm: Any) -> dict[str, Any]:
-    """Returns the names of the attention backends, of vLLM's platform class, and of the type of device."""
+    """Returns the names of an engine's attention backends, of vLLM's platform class, and of the type of device."""
     from vllm.platforms import current_platform
 
     return {
@@ -85,15 +88,15 @@ def device_facts(llm: Any) -> dict[str, Any]:
 
 
 def _attention_backends(worker: Any) -> list[str]:
-    """Returns the names of the attention backends. Empty if the model runner of this version does not tell them."""
+    """Returns the names of a vLLM worker's attention backends. The list is empty if this vLLM does not tell them."""
     groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
     return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})
 
 
 class HostedEngine:
-    """A `vllm.LLM` that is driven one engine step at a time. It owns the ids of its requests.
+    """Drives a `vllm.LLM` one engine step at a time. Owns the ids of its requests.
 
-    Its requests are `ShardRequest`s, which carry their own sampling parameters.
+    The requests are `ShardRequest`s, each of which has its own sampling parameters.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -104,9 +107,9 @@ class HostedEngine:
     def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
         """Queues requests and returns their ids.
 
-        `sampling` must be empty, except for a subclass that lets it override sampling parameters of the requests.
+        `sampling` must be empty. Only a subclass may allow it to override sampling parameters of the requests.
 
-        If vLLM refuses one of the requests, its error is raised and none of them is queued.
+        If vLLM refuses one of the requests, its error is raised and none of the requests is queued.
         """
         ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
         self._num_requests += len(requests)
@@ -123,7 +126,7 @@ class HostedEngine:
         return ids
 
     def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
-        """Returns the tokens that this engine has sampled for an unfinished request, from token `start` on, and log-probs."""
+        """Returns the tokens sampled so far for an unfinished request, and their log-probs, from token `start` on."""
         outputs = self._llm.llm_engine.output_processor
         (internal_id,) = outputs.external_req_ids[request_id]
         state = outputs.request_states[internal_id]
@@ -132,13 +135,13 @@ class HostedEngine:
         return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
 
     def step(self) -> dict[str, Rollout]:
-        """Runs one engine step. Returns the responses that the step has finished, by request id."""
+        """Runs one engine step. Returns the responses that have ended in it, by request id."""
         finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
         self.num_steps += 1
         return finished
 
     def abort(self, ids: list[str]) -> None:
-        """Removes unfinished requests."""
+        """Removes the unfinished requests with these ids from the engine."""
         self._llm.llm_engine.abort_request(ids)
 
     def _text_and_params(self, request: Any, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a request says about itself in `extra_args`, and derives its identity. vLLM is not imported.
+"""Reads what a request says about itself in `extra_args`, and derives its `RequestIdentity`. vLLM is not imported.
 
 `check_request` is called before a request reaches an engine, because an error in an engine step would end the engine and all
 of its other requests.
@@ -18,44 +18,51 @@ from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _FIELD = f'extra_args["{EXTRA_ARGS_KEY}"]'
 _GREEDY = 1e-5
-"""Temperature below which vLLM samples greedily."""
+"""Below this temperature vLLM samples greedily."""
 
 
 @dataclass(frozen=True)
 class GivenIdentity:
-    """The fields of `extra_args["specrollout"]`, all of which are optional for a request."""
+    """The fields of `extra_args["specrollout"]`. A request may leave out any of them."""
 
     seed: int | None = None
     """Seed of the request's noise."""
     prompt_index: int | None = None
-    """If there is no `seed`, the noise follows from this and the next two fields."""
+    """If there is no `seed`, the seed of the request's noise is derived from `prompt_index`, `sample_index` and
+    `policy_version`."""
     sample_index: int | None = None
     policy_version: int | None = None
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     prompt_length: int | None = None
-    """Number of the prompt's first tokens that all samples of a group share. A number above its length means all tokens."""
+    """Number of tokens at the beginning of the prompt that determine the request's group. Requests with the same ones are a
+    group. If the number exceeds the prompt's length, all of the prompt's tokens count."""
     engine_seed: int | None = None
-    """Replaces the engine's own seed, so that all engines sample alike."""
+    """Takes the place of the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
-    """Expected text after the prompt, as int32 numbers."""
+    """Text that is expected after the prompt, as int32 numbers."""
     branches: bytes = b""
-    """Alternative texts that may come instead, packed by `ahead_branches.pack`."""
+    """Other texts that may follow the prompt instead, packed by `ahead_branches.pack`."""
     ties: int | None = None
-    """Name under which the near-ties of the request are kept. No two live requests of an engine may share one."""
+    """Name under which the request's near-ties are kept, which are tokens that newer weights may well replace. Two requests
+    that run at once in an engine must have different names."""
     early: bool = False
-    """True for a request of a coming step or a branch of a request. No sample statistics are kept of these."""
+    """True for a request of a coming training step, or for a branch of a request. The statistics of samples leave out such
+    requests."""
 
 
 class _Rule(NamedTuple):
-    """A rule for the values of a field. `holds` tests a value, and `wanted` says in words what is allowed."""
+    """A rule for the values of one field. `holds` tests a value, and `wanted` says in words which values are allowed."""
 
     holds: Callable[[Any], bool]
     wanted: str
 
 
 def _whole(low: int, high: int, words: str) -> _Rule:
-    """Returns the rule for whole numbers, which exclude bools although Python makes these a kind of int."""
+    """Returns a rule that allows whole numbers from `low` to `high`. `words` describes them.
+
+    The rule does not allow bools, although Python counts them among the ints.
+    """
 
     def holds(value: Any) -> bool:
         # Nearly all numbers are plain ints, and a check against the abstract class takes ten times as long.
@@ -99,8 +106,8 @@ _RULES = {
 def check_request(params: Any) -> GivenIdentity:
     """Returns what a request says about itself in vLLM's sampling parameters `params`.
 
-    Raises ValueError, with field, value and fix, for a request that an engine could not sample reproducibly. This is so if
-    its fields are malformed, if it has no source of noise, or if its `n` samples would all be equal.
+    Raises ValueError, with field, value and fix, for a request that an engine could not sample reproducibly. Such a request
+    has a malformed field, or it has nothing that determines its noise, or it asks for `n` samples that would all be equal.
     """
     given = given_identity(params)
     check_seed(params)
@@ -122,7 +129,7 @@ def check_request(params: Any) -> GivenIdentity:
 def given_identity(params: Any) -> GivenIdentity:
     """Returns the content of `extra_args["specrollout"]` in vLLM's sampling parameters `params`.
 
-    Raises ValueError, with field, value and fix, if something there is malformed.
+    Raises ValueError, with field, value and fix, if that content is malformed.
     """
     extra_args = {} if params.extra_args is None else params.extra_args
     if not isinstance(extra_args, Mapping):
@@ -149,7 +156,7 @@ def given_identity(params: Any) -> GivenIdentity:
 
 
 def _check_keys(extra_args: Mapping[Any, Any]) -> None:
-    """Raises ValueError for a misspelt key of ours, because vLLM ignores unknown keys silently."""
+    """Raises ValueError for a key that looks like a misspelt "specrollout", because vLLM ignores unknown keys silently."""
     for key in extra_args:
         if key != EXTRA_ARGS_KEY and isinstance(key, str) and key.startswith(EXTRA_ARGS_KEY):
             raise ValueError(
@@ -163,25 +170,25 @@ def _suggestion(name: Any, known: Iterable[str]) -> str:
 
 
 def check_seed(params: Any) -> None:
-    """Raises ValueError, with field, value and fix, if `SamplingParams.seed` is not a valid seed."""
+    """Raises ValueError, with field, value and fix, if `params.seed` is neither None nor a valid seed."""
     if params.seed is not None and not _INDEX.holds(params.seed):
         raise ValueError(f"seed: {shortened(params.seed)} is not {_INDEX.wanted}; send one, or leave it out")
 
 
 def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
-    """Returns the identity of a request.
+    """Returns the identity of a request, which includes the seed of its noise.
 
-    The seed of its noise comes from the first of these sources that the request has:
+    The seed comes from the first of these sources that the request has:
 
     1. `extra_args["specrollout"]["seed"]`.
     2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0).
     3. `SamplingParams.seed`. With `n > 1`, vLLM gives each sample the sum of this seed and the sample's index.
 
-    Greedy sampling needs no seed. The sources 2 and 3 are combined with the engine's own seed, which an `engine_seed` in
-    `extra_args["specrollout"]` replaces.
+    The sources 2 and 3 are combined with the engine's own seed, or with `extra_args["specrollout"]["engine_seed"]` if the
+    request has that. A request that samples greedily needs none of these sources.
 
-    Raises ValueError if the request samples with noise and has none of these sources, because a seed by order of arrival would
-    make rollouts depend on scheduling.
+    Raises ValueError if another request has none of them. A seed that follows the order of arrival would make rollouts depend
+    on scheduling.
     """
     given = check_request(params)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)
@@ -199,10 +206,10 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
 
 
 def identity_of_unchecked(request_id: str) -> RequestIdentity:
-    """Returns an identity for a bad request that nothing refused before it reached the engine.
+    """Returns an identity for a bad request that has reached the engine although it should have been refused.
 
-    Its noise follows from its id. So the noise differs between requests, as for vLLM's requests without a seed, and all ranks
-    of an engine agree on it. The request gets no drafts.
+    Its noise is derived from its id. So different requests get different noise, as with vLLM's requests without a seed, and
+    all ranks of an engine agree on it. The request gets no drafts.
     """
     own = content_hash(list(request_id.encode()))
     return RequestIdentity(own, own, speculate=False)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of vLLM that all engines of a process share, and that only the last one to stop releases.
+"""Stops vLLM engines without breaking other engines of the same process.
 
-vLLM expects one engine in a process. When an engine stops, it destroys the process's communication groups and resets the
-process's workspace, so that other engines in the process could make no further engine step.
+vLLM expects a single engine in a process. When that engine stops, vLLM destroys the communication groups and the workspace of
+the process, without which no other engine could make an engine step. Here only the last engine that stops releases this shared
+state.
 """
 
 import weakref
@@ -16,20 +17,21 @@ _RELEASES: tuple[tuple[ModuleType, str], ...] = (
     (core, "cleanup_dist_env_and_memory"),
     (workspace, "reset_workspace_manager"),
 )
-"""Functions by which a stopping engine releases what others may use, each by the module and name where vLLM looks it up."""
+"""Functions of vLLM that release state which all engines of the process share. Each is given by the module in which vLLM looks
+it up and by its name."""
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Clients of the engine cores of all engines that were started in this process and have not stopped."""
+"""The engine-core clients of all engines that were started in this process and have not stopped."""
 
 
 def started(llm: Any) -> None:
-    """Counts an engine as one that uses the shared state."""
+    """Notes that the engine of `llm` runs and uses the state that the engines of this process share."""
     _running.add(llm.llm_engine.engine_core)
 
 
 def stop(llm: Any) -> None:
-    """Stops an engine. The shared state stays if another engine that `started` has counted still runs.
+    """Stops the engine of `llm`. If another engine of this process still runs, the state that they share is kept.
 
-    Engines of one process must start and stop in the same thread.
+    Only engines for which `started` was called count. All engines of a process must start and stop in the same thread.
     """
     client = llm.llm_engine.engine_core
     _running.discard(client)
@@ -44,4 +46,4 @@ def stop(llm: Any) -> None:
 
 
 def _release_nothing() -> None:
-    """Takes the place of a function of `_RELEASES` while another engine runs."""
+    """Does nothing. It takes the place of the functions in `_RELEASES` while another engine runs."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns vLLM's requests and their outputs into rows that an audit can recompute (`audit/rows.py`)."""
+"""Turns vLLM's requests and outputs into the rows that an audit recomputes (`audit/rows.py`).
+
+An audit checks afterwards whether the recorded tokens are those that the policy samples.
+"""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -25,7 +28,7 @@ _COMPUTED = {
     "logit_bias",
     "allowed_token_ids",
 }
-"""Parameters that change which token is sampled, and whose effect an audit can compute from the parameter alone."""
+"""Sampling parameters that change which token is sampled, and whose effect an audit can compute from their values alone."""
 _CHANGE_NO_TOKEN = {
     "n",
     "seed",
@@ -58,7 +61,7 @@ _CHANGE_NO_TOKEN = {
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 }
-"""Parameters that change no token, or that `row_params` treats separately."""
+"""Sampling parameters that change no token, or that `row_params` treats separately."""
 _ENGINE_CHANGES = {
     "logits_processors": "a logits processor of the user's",
     PLUGINS: "a logits processor of an installed package",
@@ -69,7 +72,7 @@ _ENGINE_CHANGES = {
 
 
 def changes_of_engine(vllm_config: Any) -> tuple[str, ...]:
-    """Returns the properties of an engine that make it sample other tokens than an audit would compute, in words."""
+    """Returns, in words, what makes an engine sample other tokens than an audit would compute."""
     has = properties_of(vllm_config)
     return tuple(words for name, words in _ENGINE_CHANGES.items() if has.get(name))
 
@@ -79,8 +82,8 @@ def row_params(params: Any, prompt: Any = None, changes: Iterable[str] = ()) -> 
 
     Args:
         params: vLLM's `SamplingParams`.
-        prompt: vLLM's prompt, if there is one, such as a mapping with "prompt_token_ids".
-        changes: what else changes the request's tokens, in words.
+        prompt: vLLM's prompt, such as a mapping with "prompt_token_ids", or None if it is not known.
+        changes: other things that change the request's tokens, in words.
     """
     default = type(params)()
     others = set(params.__struct_fields__) - _COMPUTED - _CHANGE_NO_TOKEN
@@ -108,10 +111,10 @@ def row_params(params: Any, prompt: Any = None, changes: Iterable[str] = ()) -> 
 
 
 class RequestRecorder:
-    """Records the requests of one engine. Owns the parameters of the rows that are running."""
+    """Records the requests of one engine for an audit. Owns the sampling parameters of the rows that are running."""
 
     def __init__(self, folder: Path, engine: int, vllm_config: Any, version: str) -> None:
-        """`folder` receives the files, `engine` is the number of the engine, and `version` is vLLM's."""
+        """`folder` receives the files, `engine` is the number of the engine, and `version` is the version of vLLM."""
         model = vllm_config.model_config
         dtype = str(model.dtype).removeprefix("torch.")
         self.rows = RowRecorder(folder, EngineFacts(engine, version, dtype, model.logprobs_mode == "raw_logprobs"))
@@ -119,20 +122,23 @@ class RequestRecorder:
         self._params = dict[int, RowParams]()
 
     def begun(self, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Notes the parameters of rows that start. Each one has its seed in `extra_args`."""
+        """Notes the sampling parameters of rows that start. Each row has its seed in the `extra_args` of its parameters."""
         for prompt, of_row in zip(prompts, params, strict=True):
             self._params[_seed_of(of_row)] = row_params(of_row, prompt, self._changes)
 
     def ended(self, seed: int, prompt: Any, token_ids: Any, logprobs: Any) -> None:
-        """Records the row with this seed, whose parameters `begun` has noted. A row without a token leaves no record."""
+        """Records the row with this seed, with the sampling parameters that `begun` has noted for it.
+
+        A row without any token is not recorded.
+        """
         params = self._params.pop(seed, None)
         if params is not None and len(token_ids):
             self.rows.add(FinishedRow(seed, prompt, token_ids, logprobs, params))
 
     async def followed(self, outputs: AsyncGenerator[Any, None], prompt: Any, params: Any) -> AsyncGenerator[Any, None]:
-        """Yields the outputs of a request that is not one of NeMo-RL's rows, and records the request at its end.
+        """Yields the outputs of a request that is not one of NeMo-RL's rows, and records the request when it ends.
 
-        Requests for several samples (`n` above 1) are not recorded.
+        A request for several samples (`n` above 1) is not recorded.
         """
         token_ids = list[int]()
         logprobs = list[float | None]()
@@ -156,7 +162,7 @@ def _seed_of(params: Any) -> int:
 
 
 def _logprobs_of(completion: Any) -> list[float | None]:
-    """Returns the log-prob of each token of an output, or None for each token for which vLLM has returned no log-prob."""
+    """Returns the log-prob of each token of an output, or None for a token for which vLLM has returned no log-prob."""
     if not completion.logprobs:
         return [None] * len(completion.token_ids)
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)

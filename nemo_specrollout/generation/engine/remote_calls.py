@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the methods of an engine that other processes call by name. A class for each process declares its methods.
+"""Declares the methods of an engine that other processes call by name, in one class for each kind of process that answers.
 
-Ray and vLLM send the name of a method to another process. Callers in this package never write that name themselves. They pass
-a method of one of these classes, such as `WorkerCalls.specrollout_totals`, so that an editor finds both caller and answerer,
-and the type checker compares the arguments. The class that answers derives from one of these classes and defines its methods.
+Ray and vLLM send the name of a method to another process. Callers in this package never write such a name themselves. They
+pass a method of one of these classes, such as `WorkerCalls.specrollout_totals`. So an editor finds both the caller and the
+method that answers, and the type checker compares the arguments. The class that answers derives from one of these classes and
+defines its methods.
 
-Every name begins with `specrollout_`, because the methods live in classes of NeMo-RL and vLLM beside the methods of those.
+Every name begins with `specrollout_`, because the methods are added to classes of NeMo-RL and vLLM, which have methods too.
 """
 
 from collections.abc import Awaitable
@@ -15,8 +16,8 @@ from typing import Any
 class WorkerCalls:
     """Calls that a vLLM worker, vLLM's process for a GPU, answers in `VllmWorkerMixin` (generation/vllm_worker.py).
 
-    `vllm.LLM.collective_rpc` sends them to all ranks of an engine. Arguments and replies are plain values. Where a method
-    says so, only the output rank gives an answer and the other ranks reply None (`transfers.is_output_rank`).
+    `vllm.LLM.collective_rpc` sends a call to all ranks of an engine. Arguments and replies are plain values. Some methods are
+    answered only by the output rank, and the other ranks reply None (`transfers.is_output_rank`). Their docstrings say so.
     """
 
     def specrollout_totals(self) -> dict[str, Any] | None:
@@ -24,89 +25,91 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
-        """Ends a training step, in which the engine also keeps what it has learned.
+        """Ends a training step, and keeps what the engine has learned.
 
-        Returns `StepEnd` (telemetry/sample_stats.py) as a dict, or None on ranks other than the output rank. The reply has the
+        Returns `StepEnd` (telemetry/sample_stats.py) as a dict, or None on ranks other than the output rank. It contains the
         statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
         """
         raise NotImplementedError
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns `SampleStats` as a dict for each seed, or None for a request that this engine has not decoded."""
+        """Returns the `SampleStats` of the request with each seed as a dict, or None if this engine has not decoded it."""
         raise NotImplementedError
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, which come from the head's canary and from the files that are kept."""
+        """Returns the alarms of the draft head's canary, and the problems with kept files, since the last call."""
         raise NotImplementedError
 
     def specrollout_keep_learned(self) -> None:
-        """Keeps what the engine has learned, for engines that start later. Call it while no request runs.
+        """Writes what the engine has learned to files, for engines that start later. Call it while no request runs.
 
-        `specrollout_end_step` includes this, so it is needed only outside of training steps.
+        `specrollout_end_step` does this too, so a separate call is needed only outside of training steps.
         """
         raise NotImplementedError
 
     def specrollout_weights_updated(self, seconds: float) -> None:
-        """Counts a weight update, during which the engine could make no engine steps for `seconds`."""
+        """Counts an update of the engine's weights, which kept the engine from making engine steps for `seconds`."""
         raise NotImplementedError
 
     def specrollout_policy_is(self, version: int) -> None:
-        """Sets the version of the engine's weights. Each update of the weights increments it."""
+        """Sets the policy version of the engine's weights. Each update of the weights adds 1 to it."""
         raise NotImplementedError
 
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the head in `folder`, which drafts from now on.
+        """Loads the draft head in `folder`, which drafts from now on.
 
         Args:
             folder: A published head.
-            head_version: Policy version for which the head was trained, or None for the engine's present version.
-            expected_length: Acceptance length of the head on held-out texts, if known.
-            num_positions: Number of draft positions in that measurement.
+            head_version: Policy version for which the head was trained, or None for the engine's present policy version.
+            expected_length: Acceptance length of the head on held-out texts, or None if unknown.
+            num_positions: Number of draft positions with which `expected_length` was measured.
 
-        Raises ValueError for a head unlike the one that the engine was started with.
+        Raises ValueError for a head that differs in shape from the one with which the engine was started.
         """
         raise NotImplementedError
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a store. Returns an error as text or None, because a full disk must not stop an engine.
+        """Writes captured features to a feature store. Returns an error as text instead of raising it, or None.
 
-        `place` has the arguments of `FeatureCapture.store`. This engine must be the only writer there.
+        A full disk must not stop an engine. `place` has the arguments of `FeatureCapture.store`. No other engine may write
+        there.
         """
         raise NotImplementedError
 
     def specrollout_save_teacher(self, file: str) -> str | None:
         """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
 
-        All tensor-parallel ranks must be called.
+        It must be called on all tensor-parallel ranks.
         """
         raise NotImplementedError
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns those near-ties of requests, by name, that were not returned before.
+        """Returns the near-ties of the requests with these names, by name. Those that were returned before are left out.
 
-        Ranks other than the output rank return None. `names` are the numbers that the requests have as `ties` in their
-        identities. Each value is a tuple. It has the index of a token, counted from the beginning of the prompt, and then the
-        bytes of two arrays for that token and those after it, which are the score gaps (float16) and the runners-up (int32).
-        A gap is the difference in nats between the best and the second-best score including the noise, and infinite where no
-        other token was possible. The last entries may belong to tokens that vLLM returns later, or drops because the request
-        has ended. After a preemption, entries that were returned before may be returned again.
+        A near-tie is a token whose score is hardly higher than the second-best one. Ranks other than the output rank return
+        None. The name of a request is the number that it has as `ties` in its identity. The value for a name is a tuple. Its
+        first element is the index of a token, counted from the beginning of the prompt. Then come the bytes of two arrays for
+        that token and those after it. These are the score gaps (float16) and the second-best tokens (int32). A score gap is
+        the difference in nats between the best and the second-best score with noise. It is infinite if no other token was
+        possible. The last elements may belong to tokens that vLLM returns later, or that it drops because the request has
+        ended. After a preemption, elements that were returned before may be returned again.
 
-        A name whose request has ended is forgotten with the call, and an unknown name is left out of the result. The call
-        waits for the engine steps that are running.
+        If a request has ended, the call forgets its name. Unknown names are left out of the result. The call waits for the
+        engine steps that are running.
         """
         raise NotImplementedError
 
     def specrollout_forget_ties(self) -> None:
-        """Forgets all near-ties up to now, of requests that have ended and of those that are running."""
+        """Forgets all near-ties up to now (`specrollout_take_ties`), both of ended requests and of running ones."""
         raise NotImplementedError
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
         """Returns the predicted seconds of engine steps without drafts, and the seconds that one more draft row takes.
 
-        The first value is a list with an entry for each number of requests, from none to as many as the engine has slots. The
-        second value holds for a row of a step in which all slots are taken and have drafts. Returns None before a step was
+        The first value is a list. Its element n is for a step of n requests, from 0 up to the number of the engine's slots.
+        The second value is for a step in which all slots are taken and have drafts. Returns None before an engine step was
         measured, and on ranks other than the output rank.
         """
         raise NotImplementedError
@@ -119,54 +122,59 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
-        """Sets the addresses of the remote drafters ("" for one that is down), and the secret that they share."""
+        """Sets the addresses of the remote drafters ("" for one that is down), and the secret that all of them share."""
         raise NotImplementedError
 
 
 class EngineActorCalls:
     """Calls that an engine actor, NeMo-RL's Ray actor around an engine, answers (nemo_rl/engine_actors.py).
 
-    NeMo-RL passes arguments only by name. An asynchronous engine answers some calls with a coroutine, which Ray awaits. No
-    method here is `async` itself, because that would make Ray run the actors of synchronous engines on an event loop too.
+    NeMo-RL passes arguments only by name. An asynchronous engine answers some calls with a coroutine, which Ray awaits. None
+    of these methods is declared `async`, because Ray would then run the actors of synchronous engines on an event loop too.
     """
 
     def specrollout_call(self, *, method: str, arguments: list[Any]) -> Any:
-        """Calls a method of `WorkerCalls` by name in all vLLM workers of the engine.
+        """Calls the method of `WorkerCalls` with this name in all vLLM workers of the engine.
 
-        Returns the reply of the only vLLM worker that does not reply None. Arguments and reply are plain values.
+        Returns the reply of the only worker that does not reply None. Arguments and reply are plain values.
         """
         raise NotImplementedError
 
     def specrollout_join_exchange(self, *, actor: Any, engine: int) -> Awaitable[None] | None:
-        """Joins the exchange of requests, which is the Ray actor `actor`, as engine number `engine`."""
+        """Lets the engine hand requests over to other engines and take theirs, as engine number `engine`.
+
+        The Ray actor `actor` is the exchange, through which the engines do this.
+        """
         raise NotImplementedError
 
     def specrollout_plan_ahead(self, *, rows: list[Any], scale: float, kept: float) -> Awaitable[None] | None:
-        """Receives the engine's share of the rows of coming steps, which it decodes in free slots.
+        """Gives the engine its share of the rows of coming training steps, which it decodes in free slots.
 
-        An earlier plan must have ended. `rows` are `EarlyRow`s (run_ahead/early_texts.py), the most urgent ones first, each
-        with the text that is known of it. `scale` is how far, in nats, the next weight update is expected to move the
-        difference of two scores (`FlipModel`). `kept` is the share of a text that an update has left unchanged (`EarlyTexts`).
+        Call `specrollout_end_ahead` before the next plan. `rows` are `EarlyRow`s (run_ahead/early_texts.py), the most urgent
+        ones first. Each has the part of its text that is known already. `scale` tells by how many nats the next weight update
+        is expected to move the difference of two scores (`FlipModel`). `kept` is the share of a text that a weight update has
+        left unchanged so far (`EarlyTexts`).
         """
         raise NotImplementedError
 
     def specrollout_run_ahead(self, *, seconds: float, after: int) -> Awaitable[bool] | bool | None:
-        """Decodes rows of the plan for about `seconds`, while the engine has nothing else to do.
+        """Decodes the rows of coming training steps for about `seconds`, while the engine has nothing else to do.
 
-        Returns whether any rows are left. A synchronous engine returns None and decodes nothing if fewer than `after` calls
-        of `generate` have ended.
+        These rows came with `specrollout_plan_ahead`. Returns whether any of them are left. A synchronous engine returns None
+        and decodes nothing if fewer than `after` calls of `generate` have ended.
         """
         raise NotImplementedError
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> Any:
-        """Ends the plan and removes its rows from the engine. Returns `EarlyMade` (run_ahead/early_requests.py).
+        """Removes the rows of coming training steps from the engine, and returns the texts that it has made for them.
 
-        The engine drops the prefixes that it has cached, unless `keeps_cache` is true. Without a plan the result is empty.
+        The texts come as `EarlyMade` (run_ahead/early_requests.py). It is empty if no rows came with `specrollout_plan_ahead`.
+        The engine drops the prefixes that it has cached, unless `keeps_cache` is true.
         """
         raise NotImplementedError
 
     def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
-        """Receives the texts that engines have made ahead for coming rows, as `TextAhead` by seed (run_ahead/texts.py)."""
+        """Gives the engine the texts made ahead for rows that it will decode, by seed, as `TextAhead` (run_ahead/texts.py)."""
         raise NotImplementedError
 
     def specrollout_take_kept(self) -> Any:
@@ -174,23 +182,23 @@ class EngineActorCalls:
         raise NotImplementedError
 
     def specrollout_chat_prompts(self, *, requests: list[dict[str, Any]]) -> Awaitable[list[list[int] | None]]:
-        """Returns the token ids of each chat request's prompt, as the engine's HTTP server renders it.
+        """Returns the token ids of the prompt of each chat request, as the engine's HTTP server renders it.
 
         A request has the field `messages` of OpenAI's chat requests, and `tools` and `chat_template_kwargs` if needed. The
-        entry is None for a request that the server refuses. Only asynchronous engines have this call.
+        result is None for a request that the server refuses. Only asynchronous engines have this call.
         """
         raise NotImplementedError
 
     def specrollout_weights_change_begins(self) -> Awaitable[None] | None:
-        """Notes that a weight update begins. No request starts until it has ended."""
+        """Notes that a weight update begins. The engine starts no request until the update has ended."""
         raise NotImplementedError
 
     def specrollout_weights_change_ends(self) -> Awaitable[None] | None:
-        """Notes that the weight update has ended. Later requests reuse no prefix that older weights have cached."""
+        """Notes that the weight update has ended. Requests from now on reuse no prefix that older weights have cached."""
         raise NotImplementedError
 
     def specrollout_leave_exchange(self) -> Awaitable[None]:
-        """Stops the requests that came from the exchange. From now on the engine decodes only its own requests.
+        """Stops the requests that came from other engines. From now on the engine decodes only its own requests.
 
         Only asynchronous engines have this call.
         """

@@ -19,12 +19,12 @@ from nemo_specrollout.generation.engine.ahead_branches import (
 from nemo_specrollout.sampling.seeds import request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
-"""Key of `SamplingParams.extra_args` under which a request carries its identity."""
+"""Key in `SamplingParams.extra_args` under which a request carries its identity."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One sample of one prompt. Its `prompt_index`, `sample_index` and `policy_version` determine its noise."""
+    """A request for one sample of one prompt. Its `prompt_index`, `sample_index` and `policy_version` determine its noise."""
 
     prompt_token_ids: Sequence[int]
     prompt_index: int
@@ -33,17 +33,19 @@ class RolloutRequest:
     speculate: bool = True
     """False for a request that must be decoded without drafts, as in an equality check."""
     exact_length: int | None = None
-    """Fixed length of the response, for timing engine steps. With None, the response ends at a stop token."""
+    """Number of tokens that the response must have, for timing engine steps. With None, the response ends at a stop token."""
     prefix_token_ids: Sequence[int] = ()
-    """Beginning of the response, which another engine has sampled and this engine continues."""
+    """Beginning of the response, which another engine has sampled and which this engine continues."""
     ahead: bytes = b""
     """Expected response for the drafter `ahead`, as int32 numbers. Older weights have sampled it with the same noise."""
     branches: tuple[AheadBranch, ...] = ()
-    """Alternatives to the expected response, which begin at its near-ties."""
+    """Other responses that are possible instead of the expected one. They differ from it from a near-tie on."""
     ties: int | None = None
-    """Name under which the vLLM worker keeps the near-ties of the request, or None if it does not ask for them."""
+    """Name under which the vLLM worker keeps the near-ties of the request, or None if they are not needed. A near-tie is a
+    token whose score is hardly higher than the second-best score."""
     is_early: bool = False
-    """Whether the request belongs to a coming step, so that its tokens are no sample of the policy version that decodes it."""
+    """Whether the request belongs to a coming training step. When that step comes, newer weights decode the request again, so
+    this response is not a sample."""
 
     @property
     def num_ahead(self) -> int:
@@ -57,26 +59,29 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """A request that engines can hand to each other, with sampling parameters of its own."""
+    """A request that engines can hand over to each other. It has sampling parameters of its own."""
 
     prompt_token_ids: Sequence[int]
     prompt_index: int
-    """Equal for all samples of one prompt."""
+    """Number that is the same for all samples of one prompt."""
     home: tuple[int, int]
-    """Number of the engine that received the request from NeMo-RL, and number of the request in that engine."""
+    """Number of the engine that received the request from NeMo-RL, and index of the request in that engine."""
     params: bytes
-    """vLLM's `SamplingParams` with the seed, as msgpack, so that a process that forwards the request need not import vLLM."""
+    """vLLM's `SamplingParams`, including the seed, encoded as msgpack. So a process that only passes the request on need not
+    import vLLM."""
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, which another engine has sampled."""
     num_ahead: int = 0
-    """Number of tokens of the text that was made ahead for the request. The response will probably be at least as long."""
+    """Number of tokens of the text that was made ahead for the request. The real response will probably be at least as
+    long."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A response to a request.
+    """A finished response to a request.
 
-    Log-probs are those of the distribution from which the tokens were sampled, or of temperature 1 for greedy tokens.
+    The log-probs are those of the distribution from which the tokens were sampled. For greedy tokens they are those of
+    temperature 1.
     """
 
     token_ids: list[int]
@@ -86,7 +91,7 @@ class Rollout:
 
     @classmethod
     def from_vllm(cls, finished: Any) -> "Rollout":
-        """Returns the response in vLLM's finished `RequestOutput`."""
+        """Returns the response that is in vLLM's `RequestOutput` of a finished request."""
         output = finished.outputs[0]
         token_ids = list(output.token_ids)
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)]
@@ -95,24 +100,25 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RequestIdentity:
-    """Properties of a request that its vLLM worker knows in addition to the text."""
+    """What the vLLM worker knows about a request in addition to its text and its sampling parameters."""
 
     seed: int
     """Seed of the request's noise."""
     group: int
-    """Equal for all samples of one prompt."""
+    """Number that is the same for all samples of one prompt."""
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     ahead: bytes = b""
-    """Expected text after the prompt, as int32 numbers."""
+    """Text that is expected after the prompt, as int32 numbers."""
     branches: tuple[AheadBranch, ...] = ()
-    """Alternative texts that may come instead."""
+    """Other texts that may follow the prompt instead."""
     ties: int | None = None
-    """Name under which the near-ties of the request are kept, or None if it does not ask for them."""
+    """Name under which the near-ties of the request are kept, or None if they are not needed. A near-tie is a token whose
+    score is hardly higher than the second-best score."""
     is_early: bool = False
-    """Whether newer weights will decode the request again, in a coming step or after a weight update within the step.
+    """Whether newer weights will decode the request again, in a coming training step or after a weight update within the step.
 
-    Only the near-ties of such a request are kept, and no statistics, because its tokens are never trained on."""
+    The tokens of such a request are never trained on. So its near-ties are kept, but no statistics."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +130,18 @@ class NewRequest:
     prompt_length: int
     """Number of tokens of the prompt."""
     token_ids: Sequence[int]
-    """Known text, which is the prompt, and after a preemption also what the request had sampled before."""
+    """Text of the request so far. It is the prompt, and after a preemption also the tokens that were sampled before."""
     limit: int
-    """Most tokens that the text may have, including the prompt."""
+    """Largest number of tokens that the text may have, including the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     sampling_params: Any = None
     """vLLM's sampling parameters."""
     num_cached: int = 0
-    """Number of tokens of the known text whose KV was cached, so that a drafter with weights need not read them."""
+    """Number of tokens of `token_ids` whose KV was cached, so that a drafter with weights need not read them."""
 
     @classmethod
     def from_vllm(cls, new: Any, identity: RequestIdentity, slot: int, max_model_len: int) -> "NewRequest":
-        """Builds the record from vLLM's `NewRequestData`."""
+        """Returns the record for the request in vLLM's `NewRequestData`, which has been given request slot `slot`."""
         params = new.sampling_params
         prompt_length = len(new.prefill_token_ids if new.prompt_token_ids is None else new.prompt_token_ids)
         limit = min(max_model_len, prompt_length + params.max_tokens)
@@ -146,17 +152,20 @@ class NewRequest:
 
     @property
     def paths(self) -> list[np.ndarray]:
-        """The texts that the request carries, as int32 arrays. The first is the expected one, the others are its branches."""
+        """The texts made ahead that the request carries, as int32 arrays. The expected one is first, and branches follow."""
         return paths_of(self.identity.ahead, self.identity.branches)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the known text."""
+        """Number of tokens in `token_ids`."""
         return len(self.token_ids)
 
 
 def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | bytes]]:
-    """Returns `extra_args` for a rollout request. From them and the engine's seed, the vLLM worker derives its noise."""
+    """Returns vLLM's `extra_args` for a rollout request.
+
+    From these and from the engine's seed, the vLLM worker derives the noise of the request.
+    """
     identity: dict[str, int | bytes] = {
         "prompt_index": request.prompt_index,
         "sample_index": request.sample_index,
@@ -177,11 +186,11 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
 
 
 def num_kept(ahead: bytes, token_ids: Sequence[int] | np.ndarray) -> int:
-    """Returns the number of leading tokens that a text made ahead and a response have in common."""
+    """Returns how many tokens at the beginning of a text made ahead (`ahead`) are the same in the response."""
     text = np.frombuffer(ahead, np.int32)
     return num_common(text, np.asarray(token_ids[: len(text)]))
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Returns a text as int32 numbers, the form in which requests carry texts."""
+    """Returns the token ids of a text as bytes of int32 numbers, the form in which requests carry texts."""
     return array("i", token_ids).tobytes()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes drafters without weights possible before vLLM 0.32, whose V2 model runner has no method for them.
 
-Newer versions need nothing of this module.
+Newer versions of vLLM need nothing of this module.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -21,11 +21,11 @@ _LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method
 _config: Any = VllmConfig
 _runner_module: Any = model_runner
 _is_text_allowed = False
-"""True if text drafters are already allowed in this process."""
+"""True if `allow_text_drafters` has already changed vLLM in this process."""
 
 
 class TextSpeculator(BaseSpeculator):
-    """The speculator of an engine without draft weights. `DraftRouter` replaces its `propose`, except in dummy runs."""
+    """The speculator of an engine without draft weights. The draft router replaces its `propose`, except in dummy runs."""
 
     supports_mm_inputs = False
 
@@ -36,21 +36,21 @@ class TextSpeculator(BaseSpeculator):
         self.model = torch.nn.Module()
 
     def init_cudagraph_manager(self, *args: Any) -> None:
-        """Does nothing, because there are no CUDA graphs."""
+        """Does nothing, because there is no network whose CUDA graphs could be captured."""
 
     def capture(self, *args: Any) -> None:
-        """Does nothing, because there are no CUDA graphs."""
+        """Does nothing, because there is no network whose CUDA graphs could be captured."""
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns zeros instead of drafts, int64 [B, K]."""
+        """Returns zeros instead of draft tokens, int64 [B, K]."""
         return self.draft_tokens[: input_batch.num_reqs]
 
 
 def allow_text_drafters() -> None:
     """Makes the V2 model runner accept vLLM's method for drafters without weights, which it refuses before 0.32.
 
-    Each process that makes vLLM's config or a vLLM worker must call this. It also sets an environment variable that tells
-    vLLM's own processes to use the V2 model runner.
+    It must be called in each process that creates vLLM's config or a vLLM worker. It also sets an environment variable, so
+    that processes which vLLM starts use the V2 model runner.
     """
     global _is_text_allowed  # noqa: PLW0603
     if compat.HAS_TEXT_METHOD or _is_text_allowed:

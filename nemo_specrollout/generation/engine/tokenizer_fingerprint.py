@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fingerprint of an engine's tokenizer, so that no token ids of another tokenizer are read as its own."""
+"""Computes a fingerprint of an engine's tokenizer, so that token ids of another tokenizer are never taken for its own."""
 
 import hashlib
 from pathlib import Path
 from typing import Any
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model")
-"""Files that determine a tokenizer's token ids."""
+"""Names of the files that determine a tokenizer's token ids."""
 
 
 def tokenizer_fingerprint(model_config: Any) -> bytes:
-    """Returns 16 bytes that differ between tokenizers, for the tokenizer of vLLM's model config.
+    """Returns 16 bytes that differ between tokenizers, for the tokenizer in vLLM's model config.
 
-    If the tokenizer is a folder, the bytes follow from its files, so copies of it have the same fingerprint. If it is only a
-    name, they follow from the name. In both cases they also depend on the size of the vocabulary.
+    If the tokenizer is a folder, the bytes are computed from its files, so copies of it have the same fingerprint. If the
+    tokenizer is only a name, they are computed from the name. In both cases they also depend on the size of the vocabulary.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(str(model_config.get_vocab_size()).encode())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates between vLLM's requests and outputs and this package's, which engines can hand to each other."""
+"""Converts vLLM's requests and outputs to and from the form in which engines can hand requests over to each other."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -22,9 +22,9 @@ from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BY
 from nemo_specrollout.sampling.seeds import content_hash
 
 REFUSALS = (ValueError, getattr(vllm_exceptions, "VLLMError", ValueError))
-"""Exceptions that vLLM raises for a request that it does not accept."""
+"""Exceptions that vLLM may raise for a request that it does not accept."""
 REFUSAL: type[Exception] = getattr(vllm_exceptions, "VLLMValidationError", ValueError)
-"""The exception to which servers of vLLM and NeMo-RL respond with status 400."""
+"""Exception that makes the HTTP servers of vLLM and NeMo-RL answer with status 400."""
 
 _PORTABLE_PARAMS = {
     "temperature",
@@ -48,16 +48,16 @@ _PORTABLE_PARAMS = {
     "_all_stop_token_ids",
     "_eos_token_id",
 }
-"""Sampling parameters that concern one position at a time, or no token at all.
+"""Sampling parameters with which another engine can continue a request. They concern one position at a time, or no token at
+all.
 
-All other parameters look back at the response from its beginning, or ask for something that an engine returns only for tokens
-that it has generated itself.
-"""
+Every other parameter depends on the response from its beginning, or asks for something that an engine returns only for tokens
+that it has sampled itself."""
 
 
 @contextmanager
 def refused_as_by_vllm() -> Iterator[None]:
-    """Turns a ValueError into vLLM's error for a bad request."""
+    """Turns a ValueError that is raised within the context into vLLM's error for a bad request."""
     try:
         yield
     except ValueError as error:
@@ -67,33 +67,34 @@ def refused_as_by_vllm() -> Iterator[None]:
 
 
 class RolloutSamplingParams(SamplingParams):
-    """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too.
+    """vLLM's `SamplingParams`, with checks that allow min-p and logit bias together with drafts.
 
-    vLLM calls their own checks before it admits a request, so a bad request is refused in every version of vLLM.
+    This package's sampler supports that, and vLLM's own does not. vLLM calls these checks before it admits a request. So every
+    version of vLLM refuses a bad request.
     """
 
     @classmethod
     def of(cls, params: SamplingParams) -> "RolloutSamplingParams":
-        """Returns a copy of `params` in this class, including the values that vLLM has derived from others."""
+        """Returns a copy of `params` in this class, including the values that vLLM has derived from other values."""
         copied = cls.__new__(cls)
         for name in params.__struct_fields__:
             setattr(copied, name, getattr(params, name))
         return copied
 
     def verify(self, *engine: Any, **more: Any) -> None:
-        """Checks the parameters as vLLM does, and then by our rules. Raises vLLM's errors for a bad request."""
+        """Checks the parameters as vLLM does, and then by this package's rules. Raises vLLM's errors for a bad request."""
         super().verify(*engine, **more)
         with refused_as_by_vllm():
             check_params(self)
 
     def update_from_tokenizer(self, tokenizer: Any) -> None:
-        """Turns bad words into tokens as vLLM does, and checks them. Raises vLLM's errors for a bad request."""
+        """Turns bad words into tokens as vLLM does, and checks their number. Raises vLLM's errors for a bad request."""
         super().update_from_tokenizer(tokenizer)
         with refused_as_by_vllm():
             check_bad_words(self)
 
     def _validate_spec_decode(self, speculative_config: Any) -> None:
-        """Accepts `min_p` and `logit_bias`, which our verifier supports and vLLM's own rejection sampler does not."""
+        """Accepts `min_p` and `logit_bias` together with drafts, which vLLM's own check would refuse."""
         if speculative_config is not None and getattr(self, "logprob_token_ids", None) and not compat.CHOOSES_ON_DEVICE:
             raise REFUSAL(
                 "logprob_token_ids: with drafts it needs vLLM 0.32 or later; ask for `logprobs`, or set drafters to []"
@@ -101,17 +102,21 @@ class RolloutSamplingParams(SamplingParams):
 
 
 def reason_to_stay(vllm_config: Any) -> str | None:
-    """Returns why every request must stay in an engine with this vLLM config, or None if requests may leave it.
+    """Returns why no request may leave an engine with this vLLM config, or None if requests may leave it.
 
-    To an engine that continues a request of another engine, the text so far is the prompt. This changes whatever depends on
-    where the prompt ends, such as what a logits processor counts, or which tokens attention sees.
+    An engine that continues another engine's request takes the text so far for its prompt. So tokens would change if they
+    depend on where the prompt ends. Examples are a logits processor that counts tokens, and attention that sees only some of
+    the tokens.
     """
     has = properties_of(vllm_config)
     return next((f"{name}: {WHY_ALL_STAY[name]}" for name, value in has.items() if value), None)
 
 
 def properties_of(vllm_config: Any) -> dict[str, Any]:
-    """Returns the properties in `WHY_ALL_STAY` of an engine with this vLLM config, by name."""
+    """Returns the values that an engine with this vLLM config has for the properties in `WHY_ALL_STAY`, by name.
+
+    A true value means that no request may leave the engine.
+    """
     model = vllm_config.model_config
     outputs = compat.output_options(vllm_config)
     return {
@@ -129,9 +134,9 @@ def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
     """Returns whether another engine can continue a request from any token.
 
     `stays` is the result of `reason_to_stay` for the request's engine. A portable request has a text prompt, a seed that is
-    the same in all engines, and parameters that look at one position at a time. Stop strings, penalties, thinking budgets,
-    minimum lengths and the like need the response from its beginning. Further `extra_args` are for code of the user's, which
-    may need it too.
+    the same in all engines, and sampling parameters that look at one position at a time. Stop strings, penalties, thinking
+    budgets and minimum lengths need the response from its beginning. Other entries in `extra_args` are for the user's own
+    code, which may need it too.
     """
     if stays is not None or not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
         return False
@@ -146,7 +151,7 @@ def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
 
 
 def _are_equal(value: Any, default: Any) -> bool:
-    """Returns whether a parameter has its default. An empty list counts as None, but 0 and False are values."""
+    """Returns whether a parameter has its default value. An empty list counts as None, but 0 and False do not."""
     if _is_empty(value) or _is_empty(default):
         return _is_empty(value) and _is_empty(default)
     return bool(value == default)
@@ -159,10 +164,10 @@ def _is_empty(value: Any) -> bool:
 def shard_requests(
     engine: int, prompts: Sequence[Any], params: Sequence[Any], stays: str | None
 ) -> list[ShardRequest] | None:
-    """Returns the requests of engine number `engine` in a form that others can continue, or None if one is not portable.
+    """Returns the requests of engine number `engine` in a form that other engines can continue. None if one is not portable.
 
-    `stays` is the result of `reason_to_stay` for the engine. If there is a reason, the engine cannot continue requests of
-    other engines either, so the result is None even if the engine has no requests.
+    `stays` is the result of `reason_to_stay` for the engine. If it is not None, the engine cannot continue requests of other
+    engines either. Then the result is None even if there are no requests.
     """
     if stays is not None or not all(is_portable(*request, stays) for request in zip(prompts, params, strict=True)):
         return None
@@ -172,7 +177,7 @@ def shard_requests(
 def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardRequest:
     """Returns a portable request in a form that other engines can continue. `home` is as in `ShardRequest`.
 
-    Raises vLLM's error for a malformed identity.
+    Raises vLLM's error for a bad request if the request's identity is malformed.
     """
     tokens = list(prompt["prompt_token_ids"])
     with refused_as_by_vllm():
@@ -186,8 +191,8 @@ def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardReque
 def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:
     """Returns the token ids and the sampling parameters with which an engine continues a request.
 
-    With `streams`, tokens are returned as they come, and weights may change while the request runs. A request that already has
-    a part of its response then reads no cached KV, because older weights may have computed the KV of that part.
+    If `streams` is true, tokens are returned one by one, and weights may change while the request runs. A request that already
+    has a part of its response then reads no cached KV, because older weights may have computed it.
     """
     num_prompt = len(request.prompt_token_ids)
     num_prefix = len(request.prefix_token_ids)
@@ -206,7 +211,7 @@ def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int],
 
 
 def sampling_params(request: ShardRequest) -> Any:
-    """Returns vLLM's sampling parameters of a request, decoded from the msgpack in `params`."""
+    """Returns a request's vLLM sampling parameters, decoded from the msgpack in `request.params`."""
     return msgspec.msgpack.decode(request.params, type=RolloutSamplingParams)
 
 

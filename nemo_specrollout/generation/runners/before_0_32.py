@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of model runners of vLLM before 0.32, where the host chooses which drafts an engine step verifies.
+"""The family of vLLM's model runners before 0.32, where the host chooses which drafts an engine step verifies.
 
-These are the runners of vLLM 0.25.1 to 0.31. The versions that NeMo-RL pins are among them. Text drafters also need changes
-in processes that have no runner (`engine/text_method.py`).
+These are the runners of vLLM 0.25.1 to 0.31, among them the versions that NeMo-RL pins. Text drafters also need changes in
+processes that have no runner (`engine/text_method.py`).
 """
 
 import inspect
@@ -24,39 +24,45 @@ from nemo_specrollout.generation.step.equality_rule import sample_and_compare, v
 
 
 class Before032(RunnerFamily):
-    """Extends vLLM's sampler and rejection sampler, and corrects what is wrong with drafts in these versions."""
+    """Extends vLLM's sampler and rejection sampler, and corrects faults that these versions of vLLM have with drafts."""
 
     row_sampler = OlderRowSampler
 
     def verify_names(self) -> None:
-        """Raises RuntimeError unless vLLM's acceptance rule is where `SwappingVerifier` replaces it."""
+        """Raises RuntimeError unless vLLM has its acceptance rule in the place where `SwappingVerifier` replaces it."""
         compat.require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
 
     def verifier(self, runner: Any) -> Any:
-        """Returns our extension of vLLM's rejection sampler. Also corrects how bad words and recurrent layers treat drafts."""
+        """Returns this package's extension of vLLM's rejection sampler.
+
+        It also corrects two faults of vLLM, in the checks for bad words and in recurrent layers.
+        """
         _fix_bad_words(runner.sampler)
         read_reached_states(runner)
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether the verifier is one of ours."""
+        """Returns whether the runner's rejection sampler `verifier` is an extension that the method `verifier` returns."""
         return isinstance(verifier, _verifier_class())
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns the object that controls the depth of a speculator whose `propose` takes no depth."""
+        """Returns an object that makes a speculator draft a given number of tokens, which its `propose` does not take."""
         return older_depth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the host choose the drafts. `arguments.host_choice` gives a `reason` for each of these versions."""
+        """Lets the host choose the drafts that are verified. `reason` is never None with these versions of vLLM."""
         settle(reason)
 
     def chooses_on_device(self, runner: Any) -> bool:
-        """Returns False, because these runners count the rows of an engine step on the host."""
+        """Returns False, because these runners need to know on the host how many rows an engine step has."""
         return False
 
 
 def _verifier_class() -> type[Any]:
-    """Returns the class that verifies. Since 0.28 vLLM has a method for the acceptance rule, so the class for 0.32 fits."""
+    """Returns this package's class of rejection sampler for the installed vLLM.
+
+    Since 0.28, vLLM has a method for the acceptance rule. Therefore the class for 0.32 works from that version on.
+    """
     if not hasattr(rejection_sampler.RejectionSampler, "_verify"):
         return SwappingVerifier
     from nemo_specrollout.generation.step.verification import EqualityVerifier
@@ -65,20 +71,21 @@ def _verifier_class() -> type[Any]:
 
 
 class SwappingVerifier(rejection_sampler.RejectionSampler):
-    """Verification by equality in a rejection sampler that has no method for the acceptance rule (vLLM before 0.28).
+    """A rejection sampler that accepts a draft if and only if the policy samples the same token, for vLLM before 0.28.
 
-    With an `OlderRowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes
-    the log-probs.
+    These versions have no method for the acceptance rule. So during each call, vLLM's function for the rule is replaced. With
+    an `OlderRowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes the
+    log-probs.
     """
 
     _has_verified = False
     _slots_B: np.ndarray
-    """Request slots of the engine step that is verified."""
+    """Request slots of the engine step whose drafts are being verified."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Verifies a batch by our rule, while other engines of this process keep vLLM's rule.
+        """Verifies the drafts of a batch by this package's acceptance rule. Other engines of the process keep vLLM's rule.
 
-        Engines of one process must verify in the same thread.
+        All engines of a process must verify in the same thread.
         """
         sampler = self.sampler
         if isinstance(sampler, OlderRowSampler):
@@ -105,10 +112,10 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
 
 
 def _fix_bad_words(sampler: Any) -> None:
-    """Makes vLLM's check of bad words compare the draft that comes right before a row.
+    """Makes vLLM's check for bad words look at the draft that comes right before a row.
 
-    The kernel of vLLM 0.25 compares the token before that draft instead. Raises RuntimeError if this vLLM implements bad words
-    elsewhere.
+    In vLLM 0.25, the check looks at the token before that draft instead. Raises RuntimeError if this vLLM implements bad words
+    in another place.
     """
     if "spec_offset + 1" in inspect.getsource(bad_words):
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface to families of vLLM's V2 model runners.
 
-A family is a range of vLLM versions whose model runners are extended at the same places. What is the same for all families is
-in the vLLM worker. When no supported version of vLLM belongs to a family any more, remove the family's file and its line in
+A family is a range of vLLM versions whose model runners are extended at the same places. Code that all families share is in
+the vLLM worker. When no supported version of vLLM belongs to a family any more, remove the family's file and its line in
 `installed.py`.
 """
 
@@ -15,28 +15,28 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 
 Settle = Callable[[str | None], None]
-"""Callback that receives the reason why the host must choose the drafts of each engine step, or None if the device does."""
+"""Callback that gets the reason why the host must choose the drafts that are verified, or None if the device chooses them."""
 
 
 class RunnerFamily(ABC):
-    """The parts of the vLLM worker that differ between families of V2 model runners. An object keeps no state of an engine."""
+    """The part of the vLLM worker that differs between families of V2 model runners. An object keeps no state of an engine."""
 
     row_sampler: type[RowSampler] = RowSampler
     """Class that samples the rows of an engine step, accepts drafts and computes log-probs."""
 
     @abstractmethod
     def verify_names(self) -> None:
-        """Raises RuntimeError unless vLLM has all names that we override or set for exactness.
+        """Raises RuntimeError unless vLLM has all names that this package must override or set so that drafts change no token.
 
-        Without the check, vLLM would silently ignore an override whose name it no longer has.
+        Without this check, an override would silently have no effect if vLLM no longer calls a method of that name.
         """
 
     def sampler(self, native: Any) -> Any:
-        """Returns our row sampler in the place of vLLM's sampler `native`, or `native` if an option needs vLLM's kernels."""
+        """Returns the row sampler that replaces vLLM's sampler `native`, or `native` if an option needs vLLM's kernels."""
         return self.row_sampler(native) if self.row_sampler.fits(native) else native
 
     def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether a runner's sampler is our row sampler, or one that our row sampler cannot replace."""
+        """Returns whether a runner's sampler is a row sampler, or one that the row sampler cannot replace."""
         return not self.row_sampler.fits(sampler)
 
     @abstractmethod
@@ -49,21 +49,21 @@ class RunnerFamily(ABC):
 
     @abstractmethod
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns the object that asks a speculator for drafts of a depth. Call it before vLLM captures CUDA graphs."""
+        """Returns an object that asks a speculator for any number of drafts. Call it before vLLM captures CUDA graphs."""
 
     @abstractmethod
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Installs our budget of drafts in a runner. Call it before the runner's KV cache is made.
+        """Makes a model runner verify as many drafts as the `SpeculationPolicy` decides. Call it before the KV cache is made.
 
-        `settle` is called as soon as it is known whether the host or the device chooses the drafts. `reason` is the reason for
-        the host, if one is known already.
+        Either the host or the device chooses which drafts are verified. `settle` is called as soon as this is known. `reason`
+        says why the host must choose them, or is None if no such reason is known yet.
         """
 
     @abstractmethod
     def chooses_on_device(self, runner: Any) -> bool:
-        """Returns whether the device chooses the drafts of a runner's engine steps, within our budget."""
+        """Returns whether the device chooses which drafts an engine step verifies. The host still decides their number."""
 
     def warm_up(self, runner: Any) -> None:
-        """Launches the row sampler's kernels, so that none of them is compiled during a rollout."""
+        """Launches the kernels of the row sampler once, so that none of them is compiled during a rollout."""
         if isinstance(runner.sampler, RowSampler):
             runner.sampler.warm_up(runner)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft depths of a head whose CUDA graph holds all positions after the first (vLLM 0.28 and later, most attention backends).
+"""Lets a draft head draft fewer tokens than its maximum, although one CUDA graph of vLLM drafts almost all of them.
 
-vLLM replays the graph of all positions for every depth above one, so a smaller depth would save nothing. This module captures
-additional graphs for a few depths. All graphs share vLLM's pool, so their activations need no memory beyond that of the
-deepest graph, which vLLM has anyway. Only the graphs themselves are extra, which hold the launches of their kernels. With the
-default of 8 positions, the additional graphs of a batch size hold the launches of 11 positions, and vLLM's own graph those of
-7. When the engine starts, vLLM measures the memory of these graphs with its own, and makes the KV cache smaller by that. No
-GPU has run the additional graphs yet.
+The depth is the number of tokens that are drafted for each request. In vLLM 0.28 and later, with most attention backends, one
+CUDA graph holds all positions after the first. vLLM replays it for every depth above one, so a smaller depth would save
+nothing. Therefore this module captures additional graphs for a few depths.
+
+All graphs share vLLM's pool of memory. So their activations need no more memory than those of the deepest graph, which vLLM
+has anyway. Only the graphs themselves need more, because each contains the launches of its kernels. With the default of 8
+positions, the additional graphs of a batch size contain the launches of 11 positions, and vLLM's own graph those of 7. When
+the engine starts, vLLM measures the memory of all graphs, and makes the KV cache smaller by that. No GPU has run the
+additional graphs yet.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -21,20 +24,24 @@ from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 
 logger = logging.getLogger(__name__)
 _GRAPHS = "specrollout_decode_graphs_"
-"""Prefix of the attributes that hold the graphs of each depth. vLLM finds and drops graphs among such attributes."""
+"""Prefix of the attributes that hold the graphs of each depth. vLLM recognizes attributes with graphs by their names."""
 _IS_FUSED = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
-"""Names, in different versions, of a speculator's attribute that is true if a graph holds all positions after the first."""
+"""Names that one attribute of a speculator has in different versions of vLLM. The attribute is true if a graph holds all
+positions after the first."""
 
 
 class GraphedDepth(DraftDepth):
-    """Asks a speculator that loops over positions for drafts of a depth. Owns the additional graphs for smaller depths."""
+    """Asks a speculator that drafts one position after another for a given number of drafts (the depth).
+
+    Owns additional CUDA graphs for depths between 1 and the largest.
+    """
 
     def __init__(self, looping: Any) -> None:
         super().__init__(looping)
         self._most: int = looping.num_speculative_steps
         self._lesser = [depth for depth in graph_depths(self._most) if 1 < depth < self._most]
         self._depths: list[int] = list(range(self._most + 1))
-        """Depth that is drafted for each wanted depth. It is larger where only some depths have a graph."""
+        """For each wanted depth, the depth that is drafted. It may be larger, because only some depths have a graph."""
         self._make_managers = looping.init_cudagraph_manager
         self._capture = looping.capture
         if hasattr(looping, "_generate_fused_drafts"):
@@ -42,7 +49,10 @@ class GraphedDepth(DraftDepth):
             looping.capture = self._capture_all
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts, int64 [B, K], from the smallest graph that is at least as deep as `wanted`, and its depth."""
+        """Returns draft tokens, int64 [B, K], and how many of the K tokens of each request are new, at least `wanted`.
+
+        They come from the smallest CUDA graph that drafts at least `wanted` tokens.
+        """
         depth = self._depths[wanted]
         looping = self._speculator
         native = looping.decode_cudagraph_manager
@@ -53,7 +63,10 @@ class GraphedDepth(DraftDepth):
             looping.decode_cudagraph_manager = native
 
     def _forward(self, depth: int) -> Callable[..., None]:
-        """Returns the function that a graph of `depth` positions records. vLLM's own would be passed the full depth."""
+        """Returns the function that a graph of `depth` positions records.
+
+        It calls vLLM's function with this depth. vLLM itself would call it with the largest depth.
+        """
         generate = self._speculator._generate_fused_drafts
 
         def generate_some(*args: Any, num_speculative_steps: int, **options: Any) -> None:
@@ -62,7 +75,7 @@ class GraphedDepth(DraftDepth):
         return generate_some
 
     def _init_managers(self, *args: Any) -> None:
-        """Lets vLLM make its graph managers, and makes one more for each smaller depth."""
+        """Lets vLLM make its managers of CUDA graphs, and makes another one for each additional depth."""
         self._make_managers(*args)
         looping = self._speculator
         native = looping.decode_cudagraph_manager
@@ -71,7 +84,7 @@ class GraphedDepth(DraftDepth):
             setattr(looping, f"{_GRAPHS}{depth}", made)
 
     def _capture_all(self) -> None:
-        """Lets vLLM capture its graphs, then captures those of smaller depths. A failure is logged."""
+        """Lets vLLM capture its CUDA graphs, and then captures those of the additional depths. An error is only logged."""
         self._capture()
         looping = self._speculator
         is_fused = next((getattr(looping, name) for name in _IS_FUSED if hasattr(looping, name)), True)
@@ -88,7 +101,7 @@ class GraphedDepth(DraftDepth):
         self._depths = [next(depth for depth in captured if depth >= wanted) for wanted in range(self._most + 1)]
 
     def _capture_depth(self, depth: int) -> None:
-        """Captures graphs of `depth` positions as vLLM captures those of all positions."""
+        """Captures CUDA graphs that draft `depth` positions, as vLLM captures those that draft all positions."""
         looping = self._speculator
         looping.on_multi_step_decode_begin(looping.max_num_reqs)
         getattr(looping, f"{_GRAPHS}{depth}").capture(
@@ -104,10 +117,10 @@ class GraphedDepth(DraftDepth):
 
 
 def graph_depths(most: int) -> list[int]:
-    """Returns the depths from 0 to `most` that can be drafted, where a graph holds all positions of its depth.
+    """Returns the numbers of draft tokens from 0 to `most` for which there is a graph, if a graph holds all of its positions.
 
-    A wanted depth between two of them uses the larger one. That costs little, because a draft pass is cheap compared with an
-    engine step.
+    If another number is wanted, the next larger one is drafted. That costs little, because a draft pass is cheap compared with
+    an engine step.
     """
     depths = {0, 1, most}
     size = 2

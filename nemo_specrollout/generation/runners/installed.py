@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of model runners to which the installed vLLM belongs, as names and signatures tell."""
+"""Finds out to which family of model runners the installed vLLM belongs, by its names and signatures."""
 
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily
@@ -16,4 +16,4 @@ def _family() -> RunnerFamily:
 
 
 RUNNERS = _family()
-"""The interface to vLLM's model runner in this process."""
+"""The object for the family of model runners to which the installed vLLM belongs."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a speculator of vLLM before 0.32 for drafts of a depth, although its `propose` takes no depth.
+"""Makes a speculator of vLLM before 0.32 draft a given number of tokens, although its `propose` takes no such number.
 
-A speculator that drafts one position after another loops up to a number in an attribute of its own. This module sets that
-attribute for each engine step.
+That number is called the depth. A speculator that drafts one position after another reads the number of positions from an
+attribute. This module sets that attribute in each engine step.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -18,30 +18,40 @@ from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
 
 
 class BlockDepth(DraftDepth):
-    """Asks a DFlash or DSpark speculator before 0.32 for all positions of its single pass, of which only the first count."""
+    """Makes a DFlash or DSpark speculator before 0.32 draft all positions, and uses only the wanted number of them.
+
+    Such a speculator drafts all positions in one pass, so drafting fewer would save nothing.
+    """
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts of all positions, int64 [B, K], and the number of those that count, which is `wanted`."""
+        """Returns draft tokens of all positions, int64 [B, K], and `wanted`, the number of each request's that count."""
         return self._propose(*inputs, **options), wanted
 
 
 class FullDepth(DraftDepth):
-    """Asks any other speculator before 0.32, such as one for several MTP modules, for all positions or for none."""
+    """Makes a speculator before 0.32 draft all positions or none, if neither `BlockDepth` nor `LoopDepth` fits it.
+
+    An example is a speculator with several MTP modules.
+    """
 
     @property
     def least(self) -> int:
-        """The smallest depth above zero, which is the number of all positions."""
+        """The smallest number of drafts above zero that the speculator can make for each request, which is all positions."""
         return int(self._speculator.num_speculative_steps)
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts of all positions, int64 [B, K], and the number of those that count, which is 0 if none are wanted."""
+        """Returns draft tokens of all positions, int64 [B, K], and how many of each request's tokens count.
+
+        All of them count, or none if `wanted` is 0.
+        """
         return self._propose(*inputs, **options), self.least if wanted else 0
 
 
 class LoopDepth(GraphedDepth):
-    """Asks a speculator before 0.32 that drafts one position after another to stop at a given depth.
+    """Makes a speculator before 0.32 draft only a given number of positions, if it drafts one after another.
 
-    Between engine steps the speculator is set to all positions, because vLLM profiles and captures graphs with all of them.
+    Between engine steps the speculator's number of positions is the largest, because vLLM needs that when it profiles the
+    speculator and captures its CUDA graphs.
     """
 
     def __init__(self, looping: Any) -> None:
@@ -74,7 +84,7 @@ class LoopDepth(GraphedDepth):
 
 
 def older_depth(speculator: Any) -> DraftDepth:
-    """Returns the object that asks a speculator of vLLM before 0.32 for drafts of a depth."""
+    """Returns the object that makes this speculator of vLLM before 0.32 draft a given number of tokens."""
     if isinstance(speculator, DFlashSpeculator):
         return BlockDepth(speculator)
     return LoopDepth(speculator) if hasattr(speculator, "_multi_step_decode") else FullDepth(speculator)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes recurrent layers of vLLM before 0.32 read the right state for requests without drafts.
 
-After an engine step with drafts, a request's state is in one of several slots, depending on the number of accepted tokens. In
-the next step, layers of the gated delta rule (Qwen3-Next, Qwen3.5) look for the right slot only if the request has drafts
-again. For a request without drafts vLLM takes the first slot, which is right only if no draft was accepted. Otherwise tokens
-would be computed from an outdated state. The host's budget leaves many requests without drafts. So here every decoding request
-of an engine with drafts counts as one with drafts. vLLM does the same since 0.32. Mamba's layers read the right slot in every
-version.
+After an engine step with drafts, the state of a request is in one of several slots. Which one it is depends on the number of
+accepted tokens. In the next engine step, layers of the gated delta rule (Qwen3-Next, Qwen3.5) look for the right slot only if
+the request has drafts again. For a request without drafts vLLM takes the first slot, which is right only if no draft was
+accepted. Otherwise tokens would be computed from an outdated state.
+
+If the host chooses the drafts, many requests have none. So this module makes every decoding request of an engine with drafts
+count as one with drafts. vLLM does the same since 0.32. Mamba's layers read the right slot in every version.
 """
 
 from typing import Any
@@ -21,9 +22,9 @@ _MARK = "reads_states_of_specrollout"
 
 
 def read_reached_states(runner: Any) -> None:
-    """Makes layers of the gated delta rule read the current state of every request, in all engines of this process.
+    """Makes layers of the gated delta rule read the right state of every request, in all engines of this process.
 
-    Raises RuntimeError if the policy has recurrent layers and vLLM lacks the names that this needs.
+    Raises RuntimeError if the policy has recurrent layers and vLLM lacks the names that this change needs.
     """
     if not runner.model_config.is_hybrid or hasattr(_builder, _MARK):
         return
@@ -56,9 +57,9 @@ def with_rows_without_drafts(
 ) -> torch.Tensor:
     """Returns numbers of drafts, int32 [B], in which decoding requests without drafts have 1 instead of -1.
 
-    This is safe because vLLM only tests which numbers are above -1, and whether their sum is above 0. vLLM takes the number of
-    each request's rows from `starts_B1`, the B + 1 boundaries of requests in the engine step. B is the number of requests. All
-    tensors are on the host.
+    This is safe because vLLM tests only which numbers are above -1, and whether their sum is above 0. vLLM takes the number of
+    rows of each request from `starts_B1`. These are the B + 1 indices at which the rows of the B requests begin and end in the
+    engine step. All tensors are on the host.
     """
     is_plain_B = (starts_B1.diff()[: len(num_drafts_B)] == 1) & ~is_prefilling_B[: len(num_drafts_B)].cpu()
     return torch.where(is_plain_B & (num_drafts_B < 0), 1, num_drafts_B)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row sampler for vLLM before 0.32. There too, it samples rows, accepts drafts and computes log-probs in two passes.
+"""The row sampler for vLLM before 0.32, which samples rows, accepts drafts and computes log-probs in two passes.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
@@ -22,18 +22,18 @@ from nemo_specrollout.generation.step.sampled_rows import Drafts
 _PARAMETERS = inspect.signature(Sampler.apply_sampling_params).parameters
 _STATES = ("sampling_states", "logit_bias_state", "penalties_state", "bad_words_state", "logprob_token_ids_state")
 _CHANGES_LOGITS = hasattr(Sampler, "returns_logprobs")
-"""Whether `apply_sampling_params` changes the logits in place and keeps their type (vLLM 0.26)."""
+"""Whether vLLM's `apply_sampling_params` changes the logits in place and keeps their type, as in vLLM 0.26."""
 
 
 class OlderRowSampler(RowSampler):
-    """A row sampler that finds in vLLM's states of sampling parameters which requests need more than a temperature."""
+    """A row sampler that reads from vLLM's sampler states whether the logits of a request need more than a temperature."""
 
     def _follow_filters(self) -> None:
         """Raises RuntimeError unless vLLM's sampler has all states that `add_request` reads."""
         compat.require(self, _STATES, "the sampler")
 
     def add_request(self, req_idx: int, *arguments: Any) -> None:
-        """Adds a request as vLLM does, and notes what its logits need. The last argument is its sampling parameters."""
+        """Adds a request as vLLM does, and notes how its logits must be processed. Takes the arguments of vLLM's method."""
         Sampler.add_request(self, req_idx, *arguments)
         sampler: Any = self
         sampling = sampler.sampling_states
@@ -50,7 +50,10 @@ class OlderRowSampler(RowSampler):
         )
 
     def get_logprobs_dims(self, idx_mapping_np: np.ndarray, include_token_ids: bool = True) -> tuple[int, int] | None:
-        """Returns how many of the best tokens and how many given tokens need log-probs, or None if no request wants any."""
+        """Returns how many log-probs an engine step needs for each row, for the best tokens and for tokens that requests name.
+
+        Returns None if no request in the slots `idx_mapping_np` wants log-probs.
+        """
         num_best = self.sampling_states.max_num_logprobs(idx_mapping_np)
         num_asked = self.logprob_token_ids_state.max_num_token_ids(idx_mapping_np) if include_token_ids else 0
         if num_best == NO_LOGPROBS and not num_asked:
@@ -58,7 +61,10 @@ class OlderRowSampler(RowSampler):
         return (0 if num_best == NO_LOGPROBS else num_best), num_asked
 
     def verify(self, logits: torch.Tensor, batch: Any, num_positions: int, has_logprobs: bool) -> SamplerOutput:
-        """Samples an engine step with drafts, and accepts up to `num_positions` drafts of each request by equality."""
+        """Samples the rows of an engine step with drafts, and accepts drafts that equal the sampled tokens.
+
+        A request has up to `num_positions` drafts.
+        """
         num_nans = get_num_nans(logits) if self.compute_nans else None
         read_R = batch.input_ids[batch.logits_indices]
         drawn = self.draw(
@@ -83,7 +89,10 @@ class OlderRowSampler(RowSampler):
         return SamplerOutput(drawn.emitted_BK, logprobs, num_nans, num_sampled, num_rejected)
 
     def _processed(self, logits: torch.Tensor, **rows: Any) -> torch.Tensor:
-        """Returns processed logits in float32, because in bfloat16 a row's token would depend on what other requests want."""
+        """Returns the logits after all sampling parameters, in float32.
+
+        In bfloat16, the token of a row would depend on which sampling parameters other requests have.
+        """
         if _CHANGES_LOGITS:
             logits = logits.to(torch.float32, copy=True)
         return self.apply_sampling_params(

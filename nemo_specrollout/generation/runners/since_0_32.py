@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of model runners of vLLM 0.32 and later, where the device chooses which drafts an engine step verifies."""
+"""The family of vLLM's model runners since 0.32, where the device chooses which drafts an engine step verifies."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Since032(RunnerFamily):
     """Extends vLLM's sampler, its rejection sampler, and its adaptive verification."""
 
     def verify_names(self) -> None:
-        """Raises RuntimeError unless vLLM has the methods and attributes that our classes override or read."""
+        """Raises RuntimeError unless vLLM has the methods and attributes that this package's classes override or read."""
         compat.require(
             rejection_sampler.RejectionSampler, ["_verify", "_get_logprobs_tensors"], "the rejection sampler"
         )
@@ -28,31 +28,35 @@ class Since032(RunnerFamily):
         compat.require(SamplingStates, ["add_request", "max_num_logprobs"], "the sampling state")
 
     def verifier(self, runner: Any) -> EqualityVerifier:
-        """Returns our extension of vLLM's rejection sampler."""
+        """Returns this package's extension of vLLM's rejection sampler."""
         return EqualityVerifier(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether the verifier is an `EqualityVerifier`."""
+        """Returns whether the runner's rejection sampler `verifier` is an `EqualityVerifier`."""
         return isinstance(verifier, EqualityVerifier)
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns the object that passes a depth to vLLM's `propose`.
+        """Returns an object that passes the number of drafts (the depth) to vLLM's `propose`.
 
-        If one graph of vLLM holds all positions of the speculator, the object has graphs of its own for smaller depths.
+        If one CUDA graph of vLLM holds all positions of the speculator, the object captures additional graphs for smaller
+        depths.
         """
         is_looping = hasattr(speculator, "_generate_fused_drafts")
         return GraphedDepth(speculator) if is_looping else DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the device choose, unless vLLM objects to that, which may be known only when the KV cache is made."""
+        """Lets the device choose which drafts are verified, unless vLLM objects.
+
+        It may be known only when the KV cache is made whether vLLM objects.
+        """
         install_budget(runner, router, settle, reason)
 
     def chooses_on_device(self, runner: Any) -> bool:
-        """Returns whether the runner's adaptive verification is ours."""
+        """Returns whether the runner's adaptive verification is this package's `VerificationBudget`."""
         return isinstance(runner.adaptive_verification, VerificationBudget)
 
     def warm_up(self, runner: Any) -> None:
-        """Launches the row sampler's kernels, and compiles the function by which the device chooses drafts."""
+        """Launches the kernels of the row sampler, and compiles the function by which the device chooses drafts."""
         super().warm_up(runner)
         if self.chooses_on_device(runner):
             runner.adaptive_verification.warm_up()

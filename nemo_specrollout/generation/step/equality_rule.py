@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance rule of this package, by which a draft is accepted if and only if the policy samples the same token.
 
-vLLM's V2 model runner samples by Gumbel-max with noise that is a function of (seed, position, token). So a draft is right if
-and only if it is the token that the runner would have sampled without drafts. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
+vLLM's V2 model runner samples by Gumbel-max with noise that is a function of (seed, position, token). So an accepted draft is
+the token that the runner would have sampled without drafts. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -16,7 +16,7 @@ from nemo_specrollout.sampling.equality import accept_by_equality
 
 
 def verify_asked(was_asked: bool) -> None:
-    """Raises RuntimeError if vLLM has verified drafts without calling our rule."""
+    """Raises RuntimeError unless vLLM has called this package's acceptance rule (`was_asked`) when it verified drafts."""
     if not was_asked:
         raise RuntimeError(
             f"specrollout's verification is not in force: the rejection sampler of vLLM {compat.VLLM_VERSION} accepts "
@@ -40,13 +40,14 @@ def sample_and_compare(
     use_fp64: bool = False,
     **_others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the tokens that each request emits and their number, as `accept_by_equality` does.
+    """Samples each row and accepts drafts that equal the sampled tokens. Returns the results of `accept_by_equality`.
 
-    It takes the arguments of vLLM's `rejection_sample`, of which these need an explanation.
+    These are the tokens that each request emits, and their number. The function takes the arguments of vLLM's
+    `rejection_sample`, of which these need an explanation.
 
     Args:
-        target_logits: The policy's logits of all rows, to which sampling parameters including temperature have been applied.
-        draft_sampled: The token that each row's forward pass read, or -1 for a draft that must not be accepted.
+        target_logits: The policy's logits of all rows, after all sampling parameters including the temperature.
+        draft_sampled: The token that each row's forward pass has read, or -1 for a draft that must not be accepted.
     """
     sampled = compat.draw(
         target_logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False, use_fp64=use_fp64

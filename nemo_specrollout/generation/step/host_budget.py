@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget of drafts that the host applies, for models and versions of vLLM with which the device cannot choose the drafts.
+"""Removes drafts from an engine step on the host, if the model or the version of vLLM does not let the device choose them.
 
 Shapes: B requests with drafts, K draft positions, S request slots.
 """
@@ -21,17 +21,18 @@ from nemo_specrollout.speculation.foresight import Foresight, Kind
 
 
 class HostBudget:
-    """Keeps the drafts of an engine step within the budget, by removing the others from the step that is scheduled.
+    """Decides which drafts an engine step verifies, and removes the others from the step before it runs.
 
-    The scheduler treats removed drafts as rejected. Draft tokens stay on the device.
+    The `SpeculationPolicy` decides how many drafts the step verifies, and this class chooses the ones that are most probably
+    accepted. The scheduler treats removed drafts as rejected. Draft tokens stay on the device.
 
-    The host decides on a step while the device still computes the previous one, at whose end the drafts are made. So the
-    acceptance rates that the host has without waiting are one step old, and `Foresight` estimates what they imply for the
-    current drafts. On a CPU, which has no queue of work, the rates are those of the current drafts.
+    The host decides on an engine step while the device still computes the previous one. The drafts are made only at the end of
+    the previous step. So the acceptance rates that the host knows without waiting are one step old. `Foresight` estimates from
+    them how good the present drafts are. On a CPU, which has no queue of work, the rates are those of the present drafts.
 
-    All tensor-parallel ranks must remove the same drafts. They need no message for that, because they decide from the same
-    values. All of them have the rates and the histogram of survival of the first rank (`copy_first_rank`), and its costs
-    (`agreed`). Neither the speculation policy nor `Foresight` nor `likeliest` reads a clock.
+    All tensor-parallel ranks must remove the same drafts. They do so without messages, because all of them decide from the
+    same values. All ranks have the acceptance rates and the histogram of survival of the first rank (`copy_first_rank`), and
+    its step times (`agreed`). No decision depends on a clock.
     """
 
     def __init__(self, runner: Any, router: Any) -> None:
@@ -46,23 +47,26 @@ class HostBudget:
         self.read(HostCopy(router.board.tables.rates_SK))
 
     def read(self, known_rates: HostCopy) -> None:
-        """Reads the board's rates from this copy from now on. Tests pass a late copy, so that a CPU behaves like a GPU."""
+        """Reads the acceptance rates of drafts from this copy from now on.
+
+        A test passes a copy that is one engine step old, so that a CPU behaves like a GPU.
+        """
         self._known_rates = known_rates
 
     def opened(self, requests: Sequence[NewRequest]) -> None:
-        """Notes requests that have taken slots."""
+        """Notes requests that have just taken slots."""
         self.foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:
-        """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it one engine step later."""
+        """Starts to copy the acceptance rates of the latest drafts to the host. With a GPU, they are used one step later."""
         self._known_rates.refresh()
 
     def trimmed(self, scheduled: Any) -> Any:
-        """Returns a copy of the scheduler's output with as many drafts as the speculation policy wants.
+        """Returns a copy of the scheduler's output without the drafts that this engine step should not verify.
 
-        The original `scheduled` is not changed, because the scheduler reads it later. It is returned itself if no draft is to
-        be removed. It is also returned where all drafts must stay, which is so in a step with structured output, for which
-        the scheduler has made masks for all drafts, and where vLLM returns experts.
+        The original `scheduled` stays unchanged, because the scheduler reads it later. It is returned itself if no draft is
+        removed. With structured output no draft may be removed, because the scheduler has made a mask for each of them. If
+        vLLM returns the experts of each row, no draft may be removed either, because all rows must stay in their places.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:
@@ -79,16 +83,16 @@ class HostBudget:
         return self._without(scheduled, caps_B, counts_B, num_left_out) if num_left_out else scheduled
 
     def _survival(self, slots_B: np.ndarray, num_scheduled: int) -> np.ndarray:
-        """Returns the host's estimate of the survival of each request's first drafts, float32 [B, `num_scheduled`]."""
+        """Returns the survival that the host expects of each request's first drafts, float32 [B, num_scheduled]."""
         rates_SK = self._known_rates.values[:, :num_scheduled]
         if self._known_rates.is_late:
             return self.foresight.survival(rates_SK, slots_B)
         return survival_of(rates_SK[slots_B])
 
     def _without(self, scheduled: Any, caps_B: np.ndarray, counts_B: np.ndarray, num_left_out: int) -> Any:
-        """Returns a copy of the scheduler's output in which each request has `counts_B` of its `caps_B` drafts.
+        """Returns a copy of the scheduler's output in which each request keeps the first `counts_B` of its `caps_B` drafts.
 
-        vLLM keeps these numbers in dictionaries by request id. They are built by `map` and `zip` to avoid a loop in Python.
+        vLLM keeps these numbers in dictionaries by request id. They are built by `map` and `zip`, to avoid a loop in Python.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         tokens = dict(scheduled.num_scheduled_tokens)

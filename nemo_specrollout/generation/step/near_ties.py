@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Near-ties of early requests, which the row sampler records and the engine collects.
 
-A near-tie is a token whose score is almost equaled by that of a second token, its runner-up. Newer weights may sample the
-runner-up there. Here the score gap and the runner-up are kept for every token, and other modules pick the small gaps.
+An early request decodes text of a coming training step with the present weights. A near-tie is a token whose score is hardly
+higher than that of a second token, its runner-up. Newer weights may sample the runner-up there. This module keeps the score
+gap and the runner-up of every token, and other modules pick the small gaps.
 
-Shapes: S request slots, L longest sequence, N token positions.
+Shapes: S request slots, L longest text, N token positions.
 """
 
 import logging
@@ -22,22 +23,23 @@ from nemo_specrollout.generation.step.sampled_rows import TieTables
 
 logger = logging.getLogger(__name__)
 MOST_KEPT = 4096
-"""Most requests that have left their slots and whose near-ties wait to be taken. The oldest ones are dropped."""
+"""Largest number of requests that have left their slots and whose near-ties are kept until they are taken. If there are more,
+the oldest are dropped."""
 
 
 @dataclass(frozen=True)
 class Ties:
-    """Score gaps and runners-up of consecutive tokens of a request."""
+    """Score gaps and runners-up of consecutive tokens of a request. A runner-up is the token with the second-best score."""
 
     first: int
-    """Index of the first token, counted from the beginning of the prompt."""
+    """Index of the first of these tokens, counted from the beginning of the prompt."""
     gaps_N: np.ndarray
-    """Difference between each token's score and the second-best one, float32."""
+    """Score of each token minus the second-best score at its position, float32."""
     runners_up_N: np.ndarray
-    """Token with the second-best score, int32."""
+    """Token with the second-best score at each position, int32."""
 
     def then(self, later: "Ties") -> "Ties":
-        """Returns these near-ties up to the first of `later`, followed by `later`."""
+        """Returns these near-ties up to the first token of `later`, followed by `later`."""
         num_own = max(later.first - self.first, 0)
         return Ties(
             min(self.first, later.first),
@@ -46,36 +48,36 @@ class Ties:
         )
 
     def packed(self) -> tuple[int, bytes, bytes]:
-        """Returns the index of the first token, the bytes of the gaps in float16, and those of the runners-up in int32."""
+        """Returns the index of the first token, the bytes of the gaps in float16, and the bytes of the runners-up in int32."""
         return self.first, self.gaps_N.astype(np.float16).tobytes(), self.runners_up_N.tobytes()
 
 
 @dataclass
 class _Live:
-    """A request that is in a slot."""
+    """A request with near-ties that has a slot."""
 
     slot: int
     first: int
-    """Index of the first token whose near-tie has not been taken."""
+    """Index of the first token whose near-tie was not taken yet."""
     limit: int
-    """Most tokens that the request's text may have."""
+    """Largest number of tokens that the request's text may have."""
 
 
 @dataclass(frozen=True)
 class _Left:
-    """Near-ties of a request that has left its slot. They are on their way to the host."""
+    """Near-ties of a request that has left its slot. They are being copied to the host."""
 
     first: int
     gaps_N: torch.Tensor
     runners_up_N: torch.Tensor
     lengths_S: torch.Tensor
-    """Number of tokens of the text in each slot when the request left."""
+    """Number of tokens of the text in each slot at the time when the request left its slot."""
     slot: int
     arrived: Any
-    """CUDA event of the copies, or None on a CPU."""
+    """CUDA event that is recorded after the copies, or None on a CPU."""
 
     def ties(self) -> Ties:
-        """Waits until the copies have arrived, and returns the near-ties."""
+        """Waits for the copies, and returns the near-ties."""
         if self.arrived is not None:
             with gpu_sync_allowed():
                 self.arrived.synchronize()
@@ -86,9 +88,9 @@ class _Left:
 class NearTies:
     """Keeps the score gap and the runner-up of each token that is sampled for a request whose identity has `ties`.
 
-    Owns a table for each of the two, with 4 bytes per slot and position, and the near-ties of requests that have left their
-    slots. An engine step without a request that asks for near-ties gets no tables, so it launches nothing extra. No step waits
-    for the device, because the near-ties of a request that leaves are copied while the steps go on.
+    Owns a table of score gaps and a table of runners-up, each with 4 bytes per slot and position. It also owns the near-ties
+    of requests that have left their slots. An engine step in which no request asks for near-ties launches nothing extra. No
+    engine step waits for the device, because the near-ties of a leaving request are copied while further steps run.
     """
 
     def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
@@ -100,7 +102,7 @@ class NearTies:
         )
         self._device = device
         self._is_wanted_S = np.zeros(num_slots, np.bool_)
-        """Host copy of the device's table of the same name."""
+        """Whether the request in each slot asks for near-ties. It is the host's copy of the table `wanted_S` on the device."""
         self._live: dict[int, _Live] = {}
         self._left: dict[int, list[_Left]] = {}
 
@@ -109,7 +111,7 @@ class NearTies:
         return self.tables if self._live and self._is_wanted_S[slots_B].any() else None
 
     def open(self, requests: Iterable[NewRequest]) -> None:
-        """Notes requests that have taken slots, before their first tokens are sampled."""
+        """Notes requests that have taken slots. Call it before their first tokens are sampled."""
         changed = []
         for request in requests:
             is_wanted = self._begins(request)
@@ -121,7 +123,7 @@ class NearTies:
             self.tables.wanted_S[slots] = to_device(self._is_wanted_S[changed].tolist(), np.bool_, self._device)
 
     def _begins(self, request: NewRequest) -> bool:
-        """Returns whether a request asks for its near-ties, and starts to follow it if so."""
+        """Returns whether a request asks for its near-ties. If so, starts to follow the request."""
         name = request.identity.ties
         if name is None:
             return False
@@ -132,9 +134,9 @@ class NearTies:
         return True
 
     def close(self, slots: Sequence[int], lengths_S: torch.Tensor) -> None:
-        """Starts to copy the near-ties of the requests in these slots, which have ended or are preempted.
+        """Starts to copy the near-ties of the requests in these slots to the host. The requests have ended or were preempted.
 
-        `lengths_S` has the number of tokens of each slot, int32, on the device.
+        `lengths_S` has the number of tokens of the text in each slot, int32, on the device.
         """
         leaving = [name for name, live in self._live.items() if live.slot in slots]
         if not leaving:
@@ -157,9 +159,9 @@ class NearTies:
             del self._left[next(iter(self._left))]
 
     def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns those near-ties of requests, by name, that were not taken before, and forgets them.
+        """Returns the near-ties of the requests with these names, by name. Each near-tie is returned only once.
 
-        `lengths_S` is as for `close`. Unknown names are left out of the result. The call waits for the device.
+        Unknown names are left out of the result. `lengths_S` is as for `close`. The call waits for the device.
         """
         with gpu_sync_allowed():
             found = self._of_live([name for name in names if name in self._live], lengths_S)
@@ -170,7 +172,7 @@ class NearTies:
         return found
 
     def _of_live(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns those near-ties of requests that are still in slots, by name, that were not taken before."""
+        """Returns the near-ties of requests that still have slots, by name. Each near-tie is returned only once."""
         if not names:
             return {}
         lengths = lengths_S.tolist()
@@ -190,7 +192,10 @@ class NearTies:
         return found
 
     def forget(self, lengths_S: torch.Tensor) -> None:
-        """Forgets all near-ties up to now. `lengths_S` is as for `close`. The call waits for the device."""
+        """Forgets all near-ties up to now. Waits for the device.
+
+        `lengths_S` has the number of tokens of the text in each slot, int32, on the device.
+        """
         self._left.clear()
         lengths = lengths_S.tolist() if self._live else []
         for live in self._live.values():

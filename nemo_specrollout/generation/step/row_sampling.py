@@ -2,7 +2,7 @@
 """Samples the rows of an engine step, accepts drafts, and computes the log-prob and rank of each sampled token.
 
 Two kernels do this in two passes over the logits (`row_sampling_triton.py`), while vLLM reads the logits four times. Engine
-steps with and without drafts run the same code, so a token's log-prob never depends on whether its step had drafts.
+steps with and without drafts run the same code. So a token's log-prob never depends on whether its step had drafts.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
@@ -31,14 +31,14 @@ _PROCESSED = "processed_logprobs"
 def draw_rows(
     scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None, ties: TieTables | None = None
 ) -> Drawn:
-    """Samples each row as vLLM's `gumbel_sample` does, and accepts drafts by equality.
+    """Samples each row as vLLM's `gumbel_sample` does, and accepts drafts that equal the sampled tokens.
 
     Args:
-        scored: Logits that tokens are sampled from.
-        keys: The values on which each row's noise depends.
-        graded: Logits for log-probs and ranks, or None for no log-probs. vLLM's `compute_topk_scores` computes the same.
+        scored: Logits from which tokens are sampled.
+        keys: The values on which the noise of each row depends.
+        graded: Logits from which log-probs and ranks are computed as by vLLM's `compute_topk_scores`. None for no log-probs.
         drafts: The drafts of the engine step, or None if it has none.
-        ties: Tables to which near-ties of requests that ask for them are written, or None if no request asks for them.
+        ties: Tables to which near-ties are written, or None if no request asks for them.
     """
     kernels: Any = kernels_for(scored.values_RV.device.type, KernelModule.ROW_SAMPLING)
     drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts, ties)
@@ -46,14 +46,14 @@ def draw_rows(
 
 
 class RowSampler(Sampler):
-    """vLLM's sampler with `draw_rows` in the place of vLLM's kernels.
+    """vLLM's sampler, in which `draw_rows` replaces vLLM's kernels.
 
-    It takes over the state of vLLM's own sampler, which must not be used afterwards. vLLM's code still handles the rare
-    requests for log-probs of other tokens than the sampled ones.
+    It takes over the state of vLLM's own sampler, and that sampler must not be used afterwards. vLLM's code still handles the
+    rare requests that want log-probs of other tokens than the sampled ones.
     """
 
     near_ties: NearTies | None = None
-    """Where near-ties of early requests are kept. None where no request is early, and on ranks other than the output rank."""
+    """Keeps the near-ties of early requests. None if there are no early requests, and on ranks other than the output rank."""
 
     def __init__(self, native: Sampler) -> None:
         # vLLM's runner has made its sampler before we can replace it, and does not keep the constructor's arguments, which
@@ -63,20 +63,20 @@ class RowSampler(Sampler):
             setattr(self, name, value)
         num_slots = len(self.sampling_states.temperature.np)
         self._is_processed_S = np.zeros(num_slots, np.bool_)
-        """Whether the logits of each request need vLLM's processing for more than the temperature."""
+        """Whether the logits of each request need vLLM's processing for another sampling parameter than the temperature."""
         self._divides_S = np.zeros(num_slots, np.bool_)
         """Whether the logits of each request must be divided by its temperature."""
         self._follow_filters()
 
     def _follow_filters(self) -> None:
-        """Makes vLLM's states tell whether a request has filters, which are top-k, top-p and min-p."""
+        """Makes vLLM's sampler states tell whether a request has filters, which are top-k, top-p and min-p."""
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request
         sampling.add_request = self._add_filters
 
     @staticmethod
     def fits(sampler: Any) -> bool:
-        """Returns whether the sampler is vLLM's own and has no option that needs vLLM's kernels."""
+        """Returns whether `sampler` is vLLM's own and has no option that needs vLLM's kernels."""
         return (
             type(sampler) is Sampler
             and sampler.logprobs_mode in (_RAW, _PROCESSED)
@@ -86,7 +86,7 @@ class RowSampler(Sampler):
 
     @torch.inference_mode()
     def warm_up(self, runner: Any) -> None:
-        """Launches each variant of the kernels for two rows without requests, so that none is compiled during a rollout.
+        """Launches each variant of the kernels on two rows without requests, so that none is compiled during a rollout.
 
         Variants differ in the type of the logits, and in whether there are drafts, log-probs and near-ties. `runner` is vLLM's
         model runner.
@@ -111,21 +111,24 @@ class RowSampler(Sampler):
                 draw_rows(logits, keys, graded, some_drafts, ties)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Adds a request as vLLM does, and notes whether its logits need vLLM's processing for more than the temperature."""
+        """Adds a request as vLLM does, and notes how its logits must be processed before tokens are sampled."""
         super().add_request(req_idx, sampling_params)
         self._is_processed_S[req_idx] = self.needs_logits_processing[req_idx]
         self._divides_S[req_idx] = sampling_params.temperature not in (0.0, 1.0)
         self.needs_logits_processing[req_idx] |= self._divides_S[req_idx]
 
     def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
-        """Adds a request to vLLM's `SamplingStates`. Returns whether the request has filters, whatever its temperature."""
+        """Adds a request to vLLM's `SamplingStates`. Returns whether the request has top-k, top-p or min-p.
+
+        Its temperature makes no difference to the result.
+        """
         sampling = self.sampling_states
         is_changed = self._add_state(req_idx, sampling_params)
         is_cut = sampling.top_k.np[req_idx] != sampling.vocab_size or sampling.top_p.np[req_idx] != 1.0
         return is_changed and bool(is_cut or sampling.min_p.np[req_idx] != 0.0)
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
-        """Samples an engine step without drafts, which has one row for each request."""
+        """Samples the tokens of an engine step without drafts, which has one row for each request."""
         dims = self.get_logprobs_dims(input_batch.idx_mapping_np)
         if dims not in (None, (0, 0)) or len(logits) != input_batch.num_reqs:
             return super().__call__(logits, input_batch)
@@ -164,11 +167,11 @@ class RowSampler(Sampler):
         has_logprobs: bool,
         drafts: Drafts | None = None,
     ) -> Drawn:
-        """Returns the samples of an engine step's rows, and accepts its `drafts`.
+        """Samples the rows of an engine step, and accepts those of its `drafts` that equal the sampled tokens.
 
-        Most arguments are as for vLLM's `apply_sampling_params`, but `input_ids` is a function that returns the tokens which
-        the rows have read. vLLM processes the logits only if a request of the batch needs more than its temperature. So the
-        function is called only in such a step, and other steps need not gather the tokens.
+        Most arguments are as for vLLM's `apply_sampling_params`. Only `input_ids` is a function. It returns the tokens that
+        the rows have read. They are needed only if a request of the batch has other sampling parameters than a temperature.
+        Other engine steps save the time to gather these tokens.
         """
         sampling = self.sampling_states
         graded = None
@@ -193,7 +196,7 @@ class RowSampler(Sampler):
         return draw_rows(scored, keys, graded, drafts, ties)
 
     def sample(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples rows in an engine step that vLLM's code handles, and keeps their near-ties.
+        """Samples rows by vLLM's code, in an engine step that `draw_rows` cannot handle, and keeps their near-ties.
 
         It takes the arguments of vLLM's method, whose order differs between versions, and returns the same.
         """

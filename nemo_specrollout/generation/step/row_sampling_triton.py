@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels of `row_sampling.py`, which sample rows in two passes.
+"""GPU kernels of `row_sampling.py`, which sample rows in two passes over their logits.
 
-The first pass finds the best token of each block of a row. The second finds the row's best token, computes its log-prob and
-rank, and accepts drafts. Each pass has a program for each block of each row, so that even few rows use the whole device. In
-the second pass a program writes its partial sums to a place of its own. The program of a row that finishes last adds them in a
-fixed order, so the results have the same bits in every run. The row of a request that finishes last accepts its drafts.
+The first pass finds the best token of each block of a row. The second pass finds the row's best token, computes its log-prob
+and rank, and accepts drafts. In both passes each program has only a part of a row, so that even few rows use the whole device.
+In the second pass, each program writes its partial sums to a place of its own. The last program of a row to finish adds them
+in a fixed order. So the results have the same bits in every run. The last program of a request to finish accepts the request's
+drafts.
 
 Scores equal those of vLLM's `gumbel_sample` bit for bit (see `draft_sampling_triton.py`). No constant depends on the number of
 rows, because Triton would then compile the kernels again while the engine runs.
 
-Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions. N blocks of a row in the first pass,
-P parts of a row in the second.
+Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions. N blocks of a row in the first pass, P
+parts of a row in the second.
 """
 
 import torch
@@ -30,14 +31,18 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _temperature_of(row, slots_ptr, temperature_ptr):  # type: ignore[no-untyped-def]
-    """Returns a row's slot and temperature. The temperature of a row without a request is 0."""
+    """Returns the request slot and the temperature of a row. In a row without a request, the temperature is 0."""
     slot = tl.load(slots_ptr + row).to(tl.int64)
     return slot, tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Resets the counters of row number `row` and of request number `row`, and writes that request's number to its rows."""
+    """Sets the counters of row number `row` and of request number `row` to 0, and marks the rows of this request.
+
+    The mark of a row is the number of its request. There are at least as many rows as requests, so the programs of all rows
+    reach all requests.
+    """
     num_rows = tl.num_programs(0)
     tl.store(marks_ptr + row, 0)
     tl.store(marks_ptr + num_rows + row, 0)
@@ -91,9 +96,9 @@ def _record_tie(  # type: ignore[no-untyped-def]
     num_blocks,
     BLOCKS: tl.constexpr,
 ):
-    """Writes a row's score gap and runner-up to the position of its token, if the request asks for them.
+    """Writes the score gap and the runner-up of a row to the position of its token, if its request asks for near-ties.
 
-    The runner-up is the second-best token of the best token's block, or the best token of another block.
+    The runner-up is the second-best token of the block that has the best token, or the best token of another block.
     """
     n = tl.arange(0, BLOCKS)
     others_N = tl.where(n == index, _NEVER, best_N)
@@ -111,9 +116,10 @@ def _record_tie(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes three values of a part of a row, which are combined by `_grade_row`.
+    """Writes three values for a part of a row, from which `_grade_row` computes the log-prob and the rank of the token.
 
-    They are the part's largest logit, its sum of exponentials, and its number of logits at least as large as the token's.
+    They are the part's largest logit, its sum of exponentials, and how many of its logits are at least as large as the
+    token's.
     """
     part = tl.program_id(1)
     num_parts = tl.num_programs(1)
@@ -130,7 +136,7 @@ def _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, BLOCK: tl.cons
 
 @triton.jit
 def _grade_row(logits_ptr, divisor, token, parts_ptr, logprob_ptr, rank_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the token's log-prob and rank, from all parts of its row."""
+    """Writes the log-prob and the rank of a row's token, from the values of all parts of the row."""
     p = tl.arange(0, PARTS)
     num_parts = tl.num_programs(1)
     largest_P = tl.load(parts_ptr + p, mask=p < num_parts, other=_NEVER)
@@ -183,7 +189,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
 def draw_rows(
     scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None, ties: TieTables | None = None
 ) -> Drawn:
-    """Implements `row_sampling.draw_rows`."""
+    """Launches the kernels that sample rows and accept drafts, for `row_sampling.draw_rows`."""
     logits_RV = scored.values_RV
     (slots_R, temperature_S, seeds_S, positions_R) = keys
     num_rows, num_vocab = logits_RV.shape

@@ -11,12 +11,12 @@ from vllm.v1.outputs import LogprobsTensors
 
 
 class Logits(NamedTuple):
-    """Logits of an engine step's rows."""
+    """The logits of an engine step's rows."""
 
     values_RV: torch.Tensor
     """The logits, in float32 or bfloat16."""
     divides: bool
-    """Whether each row must be divided by its request's temperature when it is read."""
+    """Whether the logits must still be divided by the temperature of each row's request when they are read."""
 
 
 class RowKeys(NamedTuple):
@@ -25,15 +25,15 @@ class RowKeys(NamedTuple):
     slots_R: torch.Tensor
     """Request slot of each row, negative in a row without a request."""
     temperature_S: torch.Tensor
-    """Temperature of each request, float32, where 0 means greedy sampling without noise."""
+    """Temperature of the request in each slot, float32. 0 means greedy sampling without noise."""
     seeds_S: torch.Tensor
-    """Seed of each request, int64."""
+    """Seed of the noise of the request in each slot, int64."""
     positions_R: torch.Tensor
     """Position of the last token that each row has read, int64."""
 
 
 class Drafts(NamedTuple):
-    """The drafts of an engine step, as arguments of `sampling.equality.accept_by_equality`, which explains the fields."""
+    """The drafts of an engine step, as arguments of `sampling.equality.accept_by_equality`, which explains them."""
 
     inputs_R: torch.Tensor
     starts_B1: torch.Tensor
@@ -41,12 +41,13 @@ class Drafts(NamedTuple):
 
 
 class TieTables(NamedTuple):
-    """Near-ties of early requests, by request slot (S) and token position (L)."""
+    """Score gaps and second-best tokens of early requests, by request slot (S) and token position (L)."""
 
     gap_SL: torch.Tensor
-    """Difference between the best and the second-best score when the token at this position was sampled, float32."""
+    """Score gap of the token at each position, float32. It is the best score minus the second-best score when the token was
+    sampled."""
     runner_up_SL: torch.Tensor
-    """Token with the second-best score, int32."""
+    """Token that had the second-best score at each position, int32."""
     wanted_S: torch.Tensor
     """Whether the request in each slot asks for near-ties, bool."""
 
@@ -57,8 +58,10 @@ class Drawn(NamedTuple):
     tokens_R: torch.Tensor
     """The token that was sampled in each row, int64."""
     logprobs: LogprobsTensors | None
-    """Log-prob and rank of those tokens in a single column, or None if they were not requested."""
+    """Log-prob and rank of the token in `tokens_R` for each row, in a single column. None if no log-probs were requested."""
     emitted_BK: torch.Tensor | None
-    """Tokens that each request emits, the first result of `accept_by_equality`. None in a step without drafts."""
+    """Tokens that each request emits, which is the first result of `accept_by_equality`. None in an engine step without
+    drafts."""
     counts_B: torch.Tensor | None
-    """Number of these tokens, the second result of `accept_by_equality`. None in a step without drafts."""
+    """Number of tokens that each request emits, which is the second result of `accept_by_equality`. None in an engine step
+    without drafts."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts of engine steps, which are a trace, the totals, and the measured costs that the speculation policy uses.
+"""Accounts of engine steps. They are a trace of the steps, the totals, and the measured costs for the `SpeculationPolicy`.
 
-Times are measured on the host. Draft counts come from the device when a caller asks for them. A step is an engine step here.
+Times are measured on the host. Counts of drafts are read from the device only when a caller asks for them.
 
-Shapes: D drafters, K draft positions, T steps that are kept.
+Shapes: D drafters, K draft positions, T engine steps that are kept.
 """
 
 from typing import Any
@@ -19,13 +19,16 @@ from nemo_specrollout.speculation.step_model import StepModel, is_due
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 AGREED_STEPS = 16
-"""Number of steps after which all tensor-parallel ranks adopt the costs of the first one again."""
+"""Number of engine steps after which all tensor-parallel ranks again take over the predicted step times of the first rank."""
 RESTED_STEPS = 4
-"""While the drafters rest, the step model learns from only one in this many steps, to save time."""
+"""While the drafters rest, the step model learns from only one in this many engine steps, to save time."""
 
 
 class StepAccounts:
-    """Owns an engine's trace and its step model, and gives the speculation policy the costs, which all ranks share."""
+    """Records engine steps, learns how many seconds they take, and passes this knowledge to the `SpeculationPolicy`.
+
+    Owns the engine's trace of steps and its step model. All tensor-parallel ranks use the predictions of the first one.
+    """
 
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:
         self._router = router
@@ -39,14 +42,15 @@ class StepAccounts:
         self._most_requests = runner.max_num_reqs
         self._states = runner.req_states
         self._context = 0.0
-        """Mean context length of the latest step's requests, in tokens."""
+        """Mean context length of the requests of the latest engine step, in tokens."""
         self._context_sums = np.zeros(2)
-        """Number of requests and of tokens in their contexts, both summed over the steps since the latest totals."""
+        """Number of requests, and number of tokens in their contexts, both summed over the engine steps since the last call of
+        `totals`."""
         self._host_s = 0.0
         self.num_weight_updates = 0
 
     def begin_step(self, batch: Any) -> None:
-        """Records a step whose tokens are about to be sampled, notes its context lengths, and lets the router plan drafts."""
+        """Records an engine step whose tokens are about to be sampled, and lets the draft router plan its drafts."""
         self.trace.begin_step(batch.num_reqs, len(batch.logits_indices), batch.num_tokens)
         router = self._router
         if router is None:
@@ -63,9 +67,10 @@ class StepAccounts:
         router.begin_step(self.trace.num_steps - 1, batch)
 
     def end_step(self) -> None:
-        """Learns from the step's time. From time to time all ranks adopt the costs of the first one, most often at the start.
+        """Learns from the time that an engine step took. From time to time, all ranks take over the costs of the first rank.
 
-        While the drafters rest, the step model learns from fewer steps, and the ranks adopt costs more rarely.
+        They do so most often shortly after the start. While the drafters rest, the step model learns from fewer engine steps,
+        and the ranks take over costs more rarely.
         """
         router = self._router
         if router is None:
@@ -85,7 +90,7 @@ class StepAccounts:
             router.policy.costs = None if costs is None else costs._replace(context=self._context)
 
     def totals(self) -> EngineTotals:
-        """Returns the totals since the engine's start."""
+        """Returns the totals of all engine steps since the engine's start."""
         known: dict[str, Any] = {"num_weight_updates": self.num_weight_updates}
         router = self._router
         if router is not None:
@@ -96,9 +101,10 @@ class StepAccounts:
         return totals
 
     def plain_step_s(self) -> np.ndarray | None:
-        """Returns the seconds of a step without drafts by its number of requests, float64, or None while unknown.
+        """Returns the seconds of an engine step without drafts, by its number of requests, float64.
 
-        The requests are assumed to have the mean context length of the steps since the latest totals.
+        Returns None while they are unknown. The requests are assumed to have contexts of a mean length, which is the mean over
+        the engine steps since the last call of `totals`.
         """
         costs = self.step_model.costs()
         if costs is None:
@@ -108,11 +114,12 @@ class StepAccounts:
         return costs.at(mean).plain_steps_s(self._most_requests)
 
     def step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the seconds of steps without drafts for each number of requests, and the seconds of one more draft row.
+        """Returns the seconds of engine steps without drafts by number of requests, and the seconds of one more draft row.
 
-        The list goes from no request to as many as there are slots. The seconds of a draft row hold for a step that is full of
-        drafts. They are the mean over the upper half of its draft rows, because with CUDA graphs a single row costs either the
-        next larger graph or nothing. Returns None while the times are unknown.
+        The first value is a list. Its element n is for a step of n requests, from 0 up to the number of slots. The second
+        value is for a step that is full of drafts. It is a mean over the upper half of the step's draft rows, because with
+        CUDA graphs a single row either costs nothing or makes the next larger graph necessary. Returns None while the times
+        are unknown.
         """
         costs = self.step_model.costs()
         if costs is None:
@@ -126,16 +133,16 @@ class StepAccounts:
         return costs.plain_steps_s(most_requests).tolist(), row_s
 
     def verified(self) -> dict[str, Any]:
-        """Returns the numbers of draft tokens that were verified ("proposed") and accepted, two lists [D, K].
+        """Returns how many draft tokens were verified ("proposed") and how many were accepted, as two lists [D, K].
 
-        It must be called only for an engine with drafters.
+        Call it only for an engine with drafters.
         """
         assert self._router is not None
         counts_DK2 = self._router.board.tables.verified_DK2.cpu()
         return {"proposed": counts_DK2[..., 0].tolist(), "accepted": counts_DK2[..., 1].tolist()}
 
     def _draft_counts(self, first_step: int, num_steps: int) -> np.ndarray:
-        """Returns the verified and the accepted draft tokens of each drafter in `num_steps` steps, [num_steps, D * 2]."""
+        """Returns how many draft tokens of each drafter were verified and accepted in each engine step, [num_steps, D * 2]."""
         assert self._router is not None
         steps_TD2 = self._router.board.tables.steps_TD2
         index = np.arange(first_step, first_step + num_steps) % len(steps_TD2)
@@ -143,6 +150,6 @@ class StepAccounts:
 
 
 def _graph_sizes(compilation: Any) -> list[int]:
-    """Returns the row counts of the CUDA graphs in vLLM's compilation config."""
+    """Returns the row counts of the CUDA graphs in vLLM's compilation config. Empty if there are no graphs."""
     has_graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
     return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []

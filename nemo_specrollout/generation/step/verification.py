@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification in V2 model runners whose rejection sampler has a method for the acceptance rule (vLLM 0.28 and later).
+"""Verifies drafts in vLLM 0.28 and later, whose rejection sampler has a method for the acceptance rule.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -19,26 +19,26 @@ from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn
 
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
-    """vLLM's rejection sampler with our rule, by which a draft is accepted if and only if the policy samples the same token.
+    """vLLM's rejection sampler with this package's rule. It accepts a draft if and only if the policy samples the same token.
 
     With a `RowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes the
-    log-probs. A token's log-prob comes from the row that sampled it. vLLM itself splits rows into chunks and counts rejected
+    log-probs. A token's log-prob comes from the row that sampled it. vLLM still splits rows into chunks and counts rejected
     drafts.
     """
 
     _drawn: Drawn | None = None
-    """Results of the row sampler, from vLLM's call of `_verify` until it calls `_get_logprobs_tensors`. None otherwise."""
+    """Results of the row sampler, between vLLM's calls of `_verify` and of `_get_logprobs_tensors`. None at other times."""
     _num_logprobs = NO_LOGPROBS
     """Largest number of log-probs that a request of the engine step wants, as vLLM counts them."""
     _num_token_ids = 0
     """Largest number of `logprob_token_ids` that a request of the engine step has."""
     _has_verified = False
-    """True if vLLM has called our rule, which it must do in an engine step with drafts."""
+    """True if vLLM has called this package's acceptance rule, as it must in an engine step with drafts."""
     enable_adaptive_verification = False
-    """Whether only the device knows how many drafts each request has. Before vLLM 0.32 the host always knows."""
+    """Whether only the device knows how many drafts each request has. Before vLLM 0.32 the host always knows it."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
-        """Verifies an engine step with drafts. Every row gets as many log-probs as the most demanding request wants."""
+        """Verifies the drafts of an engine step. All rows get as many log-probs as the request that wants the most of them."""
         self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
         if self._num_logprobs > 0:
             self._num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
@@ -60,9 +60,9 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray | None = None,
         verify_draft_sampled: torch.Tensor | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Returns the logits for log-probs, the tokens that each request emits, and their number.
+        """Returns the logits for log-probs, the tokens that each request emits, and the number of these tokens.
 
-        It takes the arguments of vLLM's method. Before 0.32 vLLM does not pass the last two.
+        It takes the arguments of vLLM's method. Versions before 0.32 do not pass the last two.
         """
         self._has_verified = True
         if verify_draft_sampled is None:
@@ -123,7 +123,10 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         return logprobs._replace(cu_num_generated_tokens=cu_num_logits_np.tolist())
 
     def _of_asked_ids(self, logits: torch.Tensor, best: LogprobsTensors) -> LogprobsTensors:
-        """Returns the log-probs of the token ids that requests ask for. vLLM's own method returns those of the best ids."""
+        """Returns the log-probs of the token ids for which requests ask, in addition to the sampled tokens.
+
+        `best` is what vLLM's own method returns, which has the log-probs of the best tokens instead.
+        """
         starts = best.cu_num_generated_tokens_tensor
         return compute_topk_scores(
             logits,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget of drafts, within which the device chooses the drafts that an engine step verifies (vLLM 0.32 and later)."""
+"""Makes the device choose the drafts that an engine step verifies, while the host decides how many they are.
+
+This needs vLLM 0.32 or later.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +25,11 @@ _runner_module: Any = model_runner
 
 
 class VerificationBudget(AdaptiveVerificationManager):
-    """vLLM's adaptive verification with our speculation policy, and with costs that are measured while the engine runs.
+    """vLLM's adaptive verification, with the number of drafts that this package's `SpeculationPolicy` decides.
 
     vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host decides how many it
     keeps, from counts that are one engine step old. The device decides which ones, from the latest acceptance rates. So
-    nothing waits for the device.
+    neither of them waits for the other.
     """
 
     def __init__(self, runner: Any, router: DraftRouter) -> None:
@@ -42,11 +45,11 @@ class VerificationBudget(AdaptiveVerificationManager):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles vLLM's function that chooses the best drafts, which is called in engine steps that must leave out drafts.
+        """Compiles vLLM's function that chooses the best drafts, so that it is not compiled in an engine step.
 
         torch.compile makes separate variants for one and for several requests, and for keeping one draft and several drafts.
-        The calls here cover all variants. torch.compile must not conclude from two sizes that happen to be equal here that
-        they are always equal.
+        This method calls the function so that all variants are compiled. Some sizes are equal in these calls only by chance,
+        and torch.compile must not conclude that they are always equal.
         """
         device = self._confidence_probs.device
         width = self.num_speculative_steps
@@ -63,17 +66,20 @@ class VerificationBudget(AdaptiveVerificationManager):
         return iter(())
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
-        """Ignores vLLM's cost curves, which our speculation policy does not read."""
+        """Ignores the costs that vLLM has measured, because the `SpeculationPolicy` does not use them."""
 
     def add_request(self, req_idx: int) -> None:
-        """Sets the rates of a new request to zero until drafts are proposed for it."""
+        """Sets the acceptance rates of a new request to zero, until drafts are proposed for it."""
         self._confidence_probs[req_idx].fill_(0.0)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
-        """Does nothing, because the draft board has already written the rates and counted them for the host."""
+        """Does nothing, because the draft board has already written the acceptance rates and counted them for the host."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Decides how many drafts an engine step verifies. Returns the number of tokens in its forward pass with them."""
+        """Decides how many drafts an engine step verifies. Returns the number of tokens in its forward pass.
+
+        The forward pass reads the verified drafts and all other scheduled tokens.
+        """
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
         # A chunk of logits may have fewer rows than there are requests. Then there is no room for drafts.
@@ -85,11 +91,11 @@ class VerificationBudget(AdaptiveVerificationManager):
 
 
 def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | None], None], reason: str | None) -> None:
-    """Makes `runner.initialize_kv_cache` install our budget in the place of vLLM's adaptive verification, if vLLM allows it.
+    """Makes `runner.initialize_kv_cache` replace vLLM's adaptive verification by a `VerificationBudget`, if vLLM allows that.
 
     `settle` is then called with None, or with the reason why the host must choose the drafts. `reason` is such a reason, if
-    one is known already. All of this happens for each KV cache that vLLM makes. The first one only measures the memory of CUDA
-    graphs, and the second one is the engine's.
+    one is known already. All of this happens for each KV cache that vLLM makes. The first one only serves to measure the
+    memory of CUDA graphs, and the second one is the engine's.
     """
     initialize_kv_cache = runner.initialize_kv_cache
 
@@ -106,10 +112,10 @@ def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | Non
 
 @contextmanager
 def _questions_to_vllm() -> Iterator[list[str]]:
-    """Yields a list that collects vLLM's objections to a choice on the device, while vLLM initializes a KV cache.
+    """Collects vLLM's reasons against letting the device choose the drafts, while vLLM makes a KV cache in this context.
 
-    Without this, an objection would end the engine. vLLM does not ask its attention backends where its adaptive verification
-    is off because there are no CUDA graphs, so they are asked here.
+    Yields the list of reasons. Without this context, such a reason would end the engine. If there are no CUDA graphs, vLLM
+    does not ask its attention backends, so this context asks them.
     """
     create = _runner_module.maybe_create_adaptive_verification_manager
     refusals = list[str]()
@@ -133,11 +139,11 @@ def _questions_to_vllm() -> Iterator[list[str]]:
 
 
 def _options_with_sharding(sharder: Any) -> dict[str, bool]:
-    """Returns further arguments of vLLM's manager for a runner whose ranks divide the sampling among themselves.
+    """Returns further arguments of vLLM's adaptive verification, for ranks that divide the sampling among themselves.
 
-    `sharder` is vLLM's object that divides it, or None. It is told that the device decides how many drafts each request has,
-    and the returned argument lets the manager copy these numbers to the host for the sharder's plan. Raises RuntimeError for a
-    vLLM before 0.33, whose plan uses other numbers.
+    `sharder` is vLLM's object that divides the sampling, or None. It is told that the device decides how many drafts each
+    request has. The returned argument makes vLLM copy these numbers to the host, where the sharder needs them. Raises
+    RuntimeError for a vLLM before 0.33, whose sharder uses other numbers.
     """
     if sharder is None:
         return {}
