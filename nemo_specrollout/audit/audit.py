@@ -39,7 +39,7 @@ def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: i
 
 
 def auditable_steps(run: RecordedRun, weights: Weights) -> list[int]:
-    """Returns the steps that can be audited. The weights of each policy version that sampled in such a step are available."""
+    """Returns the steps that can be audited, because the weights of all policy versions that sampled in them are available."""
     versions = {step: {v for row in rows for v in row.versions} for step, rows in run.steps.items()}
     known = {version: weights.is_known(version) for version in set().union(*versions.values())}
     return [step for step, needed in versions.items() if needed and all(known[version] for version in needed)]
@@ -124,10 +124,10 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
 
 
 def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, rounding: Rounding) -> int | None:
-    """Tells whether the neighbouring policy version sampled a row that its recorded version did not sample.
+    """Finds out which policy version sampled a row, if the recorded version did not.
 
-    Returns the version just before or just after the recorded one if the row is a sample of it, and otherwise None. Also
-    returns None if several versions sampled the row.
+    It tries the versions just before and just after the recorded one, as far as their weights are available. Returns the
+    version of which the row is a sample, or None. Also returns None if the records name several versions for the row.
     """
     if len(row.policy_spans) > 1:
         return None

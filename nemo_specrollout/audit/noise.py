@@ -27,7 +27,7 @@ class NoiseScheme:
 
     name: str
     uniform: Callable[[int, Integers, Integers], Floats]
-    """Function of a seed, positions and tokens that returns uniform random numbers in (0, 1). The arrays are broadcast."""
+    """Function of (seed, positions, tokens) that returns uniform random numbers in (0, 1). Positions and tokens broadcast."""
     smallest: float
     """The smallest number that `uniform` can return. The largest noise follows from it."""
 
@@ -36,7 +36,7 @@ class NoiseScheme:
 
         Args:
             seed: the seed that the request had in the engine, an integer of 64 bits.
-            positions: position before each token, counted from the beginning of the prompt, as the module's docstring says.
+            positions: for each token, the position of the token before it, counted from the beginning of the prompt.
             tokens: token ids, of a shape that broadcasts with that of `positions`.
         """
         with np.errstate(over="ignore"):
@@ -45,7 +45,7 @@ class NoiseScheme:
 
     @property
     def largest_noise(self) -> float:
-        """The largest possible noise. A token cannot be sampled if its logit plus this is below another token's score."""
+        """The largest possible noise. A token whose logit plus this noise is below another token's score is never sampled."""
         return float(-np.log(-np.log1p(-self.smallest)))
 
 
@@ -59,7 +59,7 @@ def _rotated(word: Any, bits: int) -> Any:
 
 
 def _mixed(state: Any, key: Any) -> Any:
-    """Returns the state of MurmurHash3 after `state` has taken in `key`, which is a word of 32 bits."""
+    """Returns the state of MurmurHash3 after one more word of 32 bits, `key`, has been hashed."""
     key = _rotated(key * _U32(0xCC9E2D51), 15) * _U32(0x1B873593)
     return _rotated(state ^ key, 13) * _U32(5) + _U32(0xE6546B64)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, write_rows
 
 ROWS_OF_A_FILE = 512
-"""Number of finished rows that are written into one file. A file has fewer if `flush` was called before."""
+"""Number of finished rows that are written into one file. A file has fewer rows if `flush` is called earlier."""
 MOST_TOKENS = 1 << 26
 """Maximum number of tokens that may wait to be written, which take about 512 MB. Rows beyond this limit are not recorded."""
 

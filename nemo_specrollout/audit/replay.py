@@ -25,7 +25,7 @@ Model = Any
 
 @dataclass(frozen=True)
 class RowReplay:
-    """The tokens that the policy samples at the positions of a recorded row, beside the recorded ones.
+    """The replay of a recorded row, which has the tokens that the policy samples at the row's positions.
 
     All arrays have shape [T], with an element for each token of the response.
     """
@@ -64,7 +64,7 @@ def replay(
     *,
     raw_logprobs: bool = False,
 ) -> RowReplay:
-    """Computes which token the policy samples at each position of a row, and returns it beside the recorded one.
+    """Computes which token the policy samples at each position of a row, and returns these tokens with the row.
 
     If several policy versions sampled the row, each version computes its piece of the text. The first one also reads the
     prompt. A later one continues with the KV cache that the earlier versions have left, because the engine did so too. The
@@ -99,10 +99,10 @@ def _sampled(
 
 
 class Piece(NamedTuple):
-    """The part of a row's text after whose tokens one policy version sampled the next token.
+    """A part of a row's text. After each of its tokens, one policy version sampled the next token.
 
-    It begins and ends one token before the tokens that the version sampled. `begin` and `end` are counted from the start of
-    the prompt, and `end` is exclusive.
+    So the piece begins and ends one token before the tokens that the version sampled. `begin` and `end` are counted from the
+    start of the prompt, and `end` is exclusive.
     """
 
     version: int

@@ -39,7 +39,7 @@ class RowParams:
 
     temperature: float = 1.0
     top_k: int = 0
-    """Number of most likely tokens among which is sampled, or 0 for all tokens."""
+    """Number of the most likely tokens from which one is sampled, or 0 for all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -57,7 +57,7 @@ class RowParams:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RowParams":
-        """Returns the parameters from JSON values, in which tuples have become lists, and keys that are ids, strings."""
+        """Returns the parameters from JSON values, which have lists instead of tuples, and texts instead of ids as keys."""
         tuples = {name: tuple(values[name]) for name in ("stop_token_ids", "allowed_token_ids", "unknown")}
         bad_words = tuple(map(tuple, values["bad_words"]))
         logit_bias = {int(token): bias for token, bias in values["logit_bias"].items()}
@@ -107,7 +107,7 @@ class RecordedRow:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The facts about the engine that generated a row which an audit needs to compute the row again."""
+    """What an audit needs to know about the engine that generated a row in order to compute the row again."""
 
     engine: int
     """Number of the engine in its run."""
@@ -190,7 +190,7 @@ class RowFile:
     def _bounds(self) -> dict[str, Array]:
         """Where each response (`lengths_B`) and each prompt (`prompt_lengths_U`) begins in its array of tokens.
 
-        A last element of each array says where the last text ends.
+        Each array has one more element at its end, which says where the last text ends.
         """
         names = ("lengths_B", "prompt_lengths_U")
         return {name: np.concatenate([[0], np.cumsum(self._arrays[name], dtype=np.int64)]) for name in names}

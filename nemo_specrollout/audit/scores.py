@@ -33,7 +33,7 @@ class Sampled:
     It is 0 if the recorded token has the best score, and inf if the sampling parameters exclude the recorded token.
     """
     logprob_P: Array
-    """Log-prob of the recorded token, float64, after the sampling parameters or before them, as `sample` was asked."""
+    """Log-prob of the recorded token, float64, after the sampling parameters, or before them if `raw_logprobs` was set."""
 
 
 def sample(
@@ -64,10 +64,9 @@ def sample(
 
 
 def _apply_text(logits_V: Array, row: RecordedRow, number: int) -> None:
-    """Applies to the logits of one position the parameters before the temperature, in place.
+    """Changes the logits of one position, in place, by all sampling parameters that come before the temperature.
 
-    These are the parameters that depend on the row's text, and those that name tokens. `number` is the index of the position
-    in the response.
+    These parameters depend on the row's text, or name tokens. `number` is the index of the position in the response.
     """
     params = row.params
     response = row.token_ids[:number]

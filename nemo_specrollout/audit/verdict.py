@@ -25,13 +25,13 @@ _SHOWN_ROWS = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """A recorded token where the policy samples another one."""
+    """A position of a row where the policy samples another token than the recorded one."""
 
     number: int
     """Index of the token in the response, from 0."""
     recorded: int
     sampled: int
-    """The token that the policy samples there."""
+    """The token that the policy samples at this position."""
     gap: float
     """Best score minus the score of the recorded token, or inf if the sampling parameters exclude the recorded token."""
 
@@ -46,7 +46,7 @@ class RowVerdict:
     num_tokens: int
     differences: tuple[Difference, ...]
     first_foreign: int | None
-    """Index in the response of the first token that differs by more than rounding, or None if there is none."""
+    """Index in the response of the first position where token or log-prob differ by more than rounding, or None."""
     why: str = ""
     """Phrase about what differs from token `first_foreign` on. Empty if there is no such token."""
     whose: int | None = None
@@ -92,7 +92,7 @@ class Audit:
     rows: Sequence[RowVerdict]
     skipped: Sequence[Skipped]
     dtype: str
-    """Precision in which the engines computed, or several, joined by commas."""
+    """Precision in which the engines computed. If they had different ones, all are named, separated by commas."""
     rounding: Rounding
     logprob_differences: Array
     """Absolute difference between the engine's and the audit's log-prob of each token, in nats. It is NaN if the engine's is

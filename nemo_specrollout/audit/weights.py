@@ -13,7 +13,7 @@ from nemo_specrollout.storage.model_folder import tensor_files, tensor_shapes
 from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 _IN_MEMORY = 2
-"""Number of policy versions that are in memory at a time. A row during whose generation the weights changed needs two."""
+"""Number of policy versions that are in memory at a time. It is two because weights may change while a row is generated."""
 
 
 class Weights:
@@ -57,7 +57,7 @@ class Weights:
         return str(hf_folder(checkpoint))
 
     def is_known(self, version: int) -> bool:
-        """Returns whether the weights of a policy version are available."""
+        """Tells whether the weights of a policy version are available."""
         try:
             self.folder(version)
         except ValueError:

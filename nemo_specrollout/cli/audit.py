@@ -133,7 +133,7 @@ def _given(texts: list[str], run: Any, steps: list[int]) -> dict[int, Path]:
     """Returns the folders that the flags `--weights` name, by policy version.
 
     `texts` are the values of the flags, and `steps` the steps to audit. Raises ConfigError if a folder is missing, or if it is
-    not clear which policy version its weights are.
+    not clear which policy version a folder has.
     """
     found = {}
     for text in texts:

@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def errors(self) -> list[str]:
-        """The reasons why the config cannot run. Empty if it can."""
+        """The reasons why the config cannot run. Empty if it can run."""
         return [str(finding) for finding in self.findings if finding.kind == "error"]
 
     @property

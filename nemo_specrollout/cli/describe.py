@@ -42,7 +42,10 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
 def describe_racing(racing: FastestOfNConfig | None, *, alike: bool, keeps: bool) -> str:
-    """Returns a sentence that says when stragglers, the requests that decode longest, move to another engine or are raced.
+    """Returns a sentence that says when stragglers move to another engine or are raced.
+
+    A straggler is a request that still decodes when most others have ended. It is raced if several engines decode it, and the
+    first to end it wins.
 
     Args:
         racing: the section `fastest_of_n` of the block, if any.
@@ -92,8 +95,8 @@ def describe_speculation(
         block: the config's block `policy.generation.specrollout`.
         native: the user's own `speculative_config` for vLLM, if any.
         workers_place: phrase that says where the run starts remote drafters.
-        begins_again: whether weights may change while requests run, which then start over. In such runs `run_ahead` only
-            keeps the texts of these requests as drafts.
+        begins_again: whether requests start over when the weights change, as in asynchronous runs. `run_ahead` then does
+            nothing but keep their earlier texts as drafts.
     """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]

@@ -40,7 +40,7 @@ Source = Callable[[], Iterable[Diagnosis]]
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Runs all checks, prints each section of them as soon as it is done, and writes all results to the file of `--json`.
+    """Runs all checks, prints each section of results as soon as it is known, and writes all of them to the file of `--json`.
 
     Returns the exit code, which is 1 if a check failed, and otherwise 0. Raises ConfigError or OSError if the file of `--json`
     cannot be written.

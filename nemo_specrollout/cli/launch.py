@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout launch`: checks a config and submits its run to a Slurm cluster, whose job runs NeMo-RL's own `ray.sub`.
+"""`nemo-specrollout launch`: checks a config and submits Slurm jobs that run it with NeMo-RL's own `ray.sub`.
 
 It does not import torch, which a login node may lack.
 """

@@ -45,9 +45,9 @@ class LaunchedConfig:
 def launched_config(
     path: Path, overrides: Sequence[str], settings: slurm.ClusterSettings, num_nodes: int, run: str
 ) -> LaunchedConfig:
-    """Returns the config for a run of the file `path` in the run directory `run`, with `num_nodes` nodes for NeMo-RL.
+    """Reads the config at `path`, and returns it as a run in the run directory `run` needs it.
 
-    Raises ConfigError if the config cannot be read or launched.
+    `num_nodes` is the number of NeMo-RL's nodes. Raises ConfigError if the config cannot be read or launched.
     """
     _refuse_keys_of_flags(overrides)
     config = merge_config(path, overrides)

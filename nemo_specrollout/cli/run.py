@@ -28,9 +28,10 @@ def run(parsed: argparse.Namespace) -> int:
     replaced by the same command in the environment of NeMo-RL's driver. In a job of `launch`, the process ends as soon as a
     later start of the job has taken over the run.
 
-    The exit code is 0 if the script ends without an error. If the run is then complete, and not only its time up, the function
-    makes the file `parsed.when_done`. If the script fails, the function prints how to continue the run. The exit code is then
-    `EXIT_LOST` if Ray has lost a process, and otherwise `EXIT_FAILED`. Raises ConfigError if the config cannot run.
+    The exit code is 0 if the script ends without an error. If the run is then complete, the function makes the file
+    `parsed.when_done`. It does not make the file if only the time of the job was up. If the script fails, the function prints
+    how to continue the run. The exit code is then `EXIT_LOST` if Ray has lost a process, and otherwise `EXIT_FAILED`. Raises
+    ConfigError if the config cannot run.
     """
     os.environ.setdefault(BEGAN, str(int(time.time())))  # the value survives the change to NeMo-RL's environment
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)

@@ -36,7 +36,7 @@ VARIABLES = {
     "mounts": "MOUNTS",
     "setup_command": "SETUP_COMMAND",
 }
-"""The environment variable that can give each setting of a cluster. NeMo-RL or Slurm use most of these variables too."""
+"""The environment variable for each setting of a cluster. Most of these variables have a meaning for NeMo-RL or Slurm too."""
 CLUSTER_FLAGS = {
     "account": "Slurm account",
     "partition": "Slurm partition",
@@ -65,7 +65,7 @@ _OF_THIS_MACHINE = {
 _ON_EVERY_MACHINE = {"HOSTNAME", "XDG_RUNTIME_DIR"}
 """Variables of `_OF_THIS_MACHINE` that every login shell sets. Users need no note that the job does not get them."""
 _MEANT = _OF_THIS_MACHINE | {"SLURM_CLUSTERS"}
-"""Variables that a user may have set on purpose, and that the job does not get. Variables SBATCH_* belong to them too."""
+"""Variables that a user may have set on purpose, although the job does not get them. Variables SBATCH_* are others."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -143,8 +143,8 @@ class ClusterSettings:
 def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> ClusterSettings:
     """Returns the settings of the cluster from the flags of `launch`, the cluster file and the environment variables.
 
-    If several of them give a setting, the flag comes first, and then the file. Raises ConfigError if a setting is missing or
-    not valid.
+    A flag takes precedence over the file, and the file over an environment variable. Raises ConfigError if a setting is
+    missing or not valid.
     """
     environment = {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
     values: dict[str, Any] = {**environment, **_read_file(file), **{k: v for k, v in flags.items() if v}}
@@ -162,7 +162,7 @@ def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> Cluster
 
 
 class _TextLoader(yaml.BaseLoader):
-    """YAML loader that leaves every value except null a text. YAML itself would read the time 4:00:00 as the number 14400."""
+    """YAML loader that reads every value except null as text. YAML itself would read the time 4:00:00 as the number 14400."""
 
 
 _TextLoader.add_implicit_resolver("null", re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])

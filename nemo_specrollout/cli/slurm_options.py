@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which options of Slurm's `sbatch` a user may give in `sbatch_args`, and why not the others.
+"""Tells whether a user may give an option of Slurm's `sbatch` in `sbatch_args`, and why not.
 
 It reads options as `sbatch` does. So a long option may be shortened to the first letters of its name, and several options of
 one letter may be joined, as in -HN4.
@@ -21,9 +21,9 @@ _UNVALUED = (
     "no-requeue oom-kill-step overcommit/O oversubscribe/s parsable propagate quiet/Q reboot requeue resv-ports share "
     "spread-job spread-segments stepmgr test-only usage/u use-min-nodes verbose/v version/V wait/W"
 )
-"""Names of the options that need no value, although some of them may have one after an =. Some have a letter after a slash.
+"""Names of the options that need no value, although some of them may have one after an =.
 
-They are those of Slurm 22.05 to 26.05.
+A letter after a slash is the short form of the option. The names are those of Slurm 22.05 to 26.05.
 """
 _LETTERS = {
     letter: name for name, _, letter in (entry.partition("/") for entry in f"{_VALUED} {_UNVALUED}".split()) if letter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Submits the jobs of a run to Slurm, and finds out whether Slurm has accepted a job if `sbatch` does not tell.
+"""Submits the jobs of a run to Slurm, and finds out whether Slurm has accepted a job if `sbatch` does not say so.
 
 `sbatch` may fail although Slurm has accepted the job. For example, a busy controller may answer too late, or a wrapper script
 of the cluster may fail afterwards. All jobs of a run directory share a unique name, by which Slurm can be asked for them.
@@ -136,7 +136,7 @@ class _Answer:
     job_id: str | None
     complaint: str = ""
     is_refusal: bool = False
-    """True if Slurm has not accepted the job. If it is False and `job_id` is None, it is not known whether Slurm has."""
+    """True if Slurm has not accepted the job. If this is False and `job_id` is None, it is not known what Slurm has done."""
 
 
 def _answer(run: str, command: list[str], settings: ClusterSettings, known: Iterable[str] | None) -> _Answer:

@@ -41,10 +41,10 @@ class DraftRefreshConfig:
     """
 
     trigger: str = choice(*TRIGGERS, default="auto", withdrawn=WITHDRAWN_TRIGGERS)
-    """When the head is trained again. `auto` trains when that pays, by measured acceptance and measured costs. `interval`
-    trains after every `interval` RL steps."""
+    """When the head is trained again. `auto` trains it when this is expected to save more time than it takes, by measured
+    acceptance and measured costs. `interval` trains it after every `interval` RL steps."""
     interval: int = bounded(10, low=1)
-    """RL steps between two refreshes, for `trigger: interval`."""
+    """The number of RL steps between two refreshes, for `trigger: interval`."""
     min_gap: int = bounded(2, low=1)
     """The smallest number of RL steps between two refreshes, for `trigger: auto`."""
     margin: float = bounded(0.25, low=0.0)
@@ -54,8 +54,8 @@ class DraftRefreshConfig:
     """The largest share of the run's time that refreshes may take, with either trigger. In NeMo-RL, they run in parallel to
     the RL steps."""
     trainer_gpus: int = bounded(0, low=0, high=1)
-    """In NeMo-RL, the GPUs of the Ray actor that trains the head. They come on top of the GPUs that `cluster` counts. With
-    0, the head is trained on a CPU."""
+    """In NeMo-RL, the number of GPUs of the Ray actor that trains the head. They come on top of the GPUs that `cluster`
+    counts. With 0, the head is trained on a CPU."""
     max_train_seconds: float | None = bounded(None, above=0.0)
     """The longest training of one refresh, in seconds. `null` means 8 s, or in NeMo-RL the time of one RL step if that is
     longer."""
@@ -64,7 +64,7 @@ class DraftRefreshConfig:
     docs/benchmarks/heads.md compares them."""
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
     """The learning rate of AdamW. `null` means 1e-3 for hidden sizes up to 256, and less for larger ones, such as 3e-5 for
-    4096. If a trained head is worse than the head in service, the next refresh has a third of this default."""
+    4096. If a trained head is worse than the head in service, the next refresh uses a third of this rate."""
     ttt_steps: int = bounded(5, low=1, high=16)
     """How many positions ahead the head learns to draft. From the second on, it reads its own hidden states instead of the
     policy's."""
@@ -104,7 +104,8 @@ class FastestOfNConfig:
     """Whether a request may move to another engine. With `false`, it may still be raced, but its first engine keeps
     decoding it."""
     min_gain: float = bounded(0.1, low=0.0, high=1.0)
-    """The share by which a move or a race must be expected to shorten the time until the slower of two engines ends."""
+    """The gain that a move or a race must promise. With 0.1, the slower of the two engines must be expected to end 10 %
+    sooner."""
     methods: tuple[tuple[str, ...], ...] = ()
     """The drafter types of each engine, such as `[[suffix], [ngram]]`. If there are more engines than entries, the entries
     are repeated. With an empty list, every engine has all drafters."""
@@ -155,7 +156,7 @@ DRAFTS_OF_EACH = 32
 ALWAYS_FIT = 64
 """If `most_drafts` is at most this, each slot of an engine has room for that many. Otherwise the slots share the room."""
 SHARED_ROWS = 1024
-"""If the slots of an engine share the room for draft tokens in an engine step, it is at least this many draft tokens."""
+"""Least number of draft tokens, over all slots, for which an engine step has room if the slots share the room."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,8 @@ class RunAheadConfig:
     """Whether engines decode requests of coming RL steps. With `false`, they are idle while the policy trains, and slots that
     become free toward the end of a rollout stay empty."""
     steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
-    """Of how many coming RL steps requests are decoded early. `auto` means as many as free slots can hold, but fewer if the
-    texts are rarely right after the weights have changed."""
+    """The number of coming RL steps whose requests are decoded early. `auto` means as many as free slots can hold, but fewer
+    if the texts are rarely right after the weights have changed."""
     branches: int = bounded(3, low=0, high=15)
     """The largest number of branches of a text. A branch begins where the two best tokens almost tie, and continues with the
     second-best one. With 0, there are no branches."""
@@ -250,7 +251,7 @@ class SpecrolloutConfig:
 
     @property
     def most_drafts(self) -> int:
-        """The most draft tokens that a request gets in an engine step, with or without `run_ahead`."""
+        """The most draft tokens that a request gets in an engine step, which follows from all options of the block."""
         if self.budget.policy == "fixed":
             return self.budget.k
         has_fixed_length = isinstance(self.model_drafter, BlockDrafterConfig)

@@ -41,7 +41,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class KnownTrap:
-    """A known fault of vLLM or NeMo-RL that can spoil a run without an error."""
+    """A known fault of vLLM or NeMo-RL that can spoil a run, often without an error."""
 
     package: str
     """Name of the package that has the fault, which is `VLLM` or `NEMO_RL`."""

@@ -30,10 +30,11 @@ _REPLACES = "_override_"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Reads the config at `path` and returns it as nested dictionaries, with inherited values, overrides, and all computed.
+    """Reads the config at `path`, merges it with its `defaults`, applies `overrides`, and computes all of its expressions.
 
-    The file overrides the files in its `defaults`, and later files in `defaults` override earlier ones. `overrides` are texts
-    such as `grpo.max_num_steps=3` in NeMo-RL's grammar. Raises ConfigError if anything cannot be read, merged or computed.
+    Returns the config as nested dictionaries. The file overrides the files in its `defaults`, and later files in `defaults`
+    override earlier ones. `overrides` are texts such as `grpo.max_num_steps=3` in NeMo-RL's grammar. Raises ConfigError if
+    anything cannot be read, merged or computed.
     """
     return resolve_config(merge_config(path, overrides), path, overrides)
 

@@ -27,7 +27,7 @@ _FIXES = {
 UNREADABLE = (OmegaConfBaseException, yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError)
 """Types of errors that OmegaConf and the YAML parser raise if a user has made a mistake.
 
-TypeError is another such type. It is not in this list, because after a failed merge it gets a message of its own (`clash`).
+TypeError is not among them. It is caught separately, because after a failed merge it means that a block met a list (`clash`).
 """
 
 

@@ -113,7 +113,10 @@ def prepare_nemo_rl(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]
 
 
 def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
-    """Returns the block `specrollout`, or None if it is off or not valid, and all findings, sorted from errors to notes."""
+    """Checks a NeMo-RL config. Returns the block `specrollout`, or None if it is off or not valid, and all findings.
+
+    Errors come first among the findings, then warnings and notes.
+    """
     block = None
     found = list(malformed(tree))
     if not found:
@@ -137,7 +140,7 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
 def malformed(tree: Tree) -> Iterator[Finding]:
     """Yields the errors of a config that make all other checks impossible.
 
-    They are that the run has no rollouts, or that sections are missing or are not blocks of keys.
+    Such an error is a run without rollouts, a section that is missing, or a section that is not a block of keys.
     """
     if (without := _without_rollouts(tree)) is not None:
         yield without
@@ -213,7 +216,7 @@ def _has(*paths: str) -> Callable[[Tree], bool]:
 
 
 def _is_multimodal(tree: Tree) -> bool:
-    """Tells whether a GRPO config has prompts with images, video or audio. Their data processor has a name with `vlm`."""
+    """Tells whether a GRPO config has prompts with images, video or audio, whose data processor's name begins with `vlm`."""
     return _has("grpo")(tree) and any(str(name).startswith("vlm") for name in values_of(tree.get("data"), "processor"))
 
 

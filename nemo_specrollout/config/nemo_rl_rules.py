@@ -218,7 +218,7 @@ def backend_findings(tree: Tree) -> Iterator[Finding]:
 
 
 def engine_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields findings about settings of vLLM's engines that do not fit this package."""
+    """Yields findings about those settings of vLLM's engines and models with which this package cannot work as expected."""
     yield from broken(_RULES, tree)
     for function in (
         _remote_drafters,

@@ -115,8 +115,8 @@ def native_drafts(tree: Tree) -> int:
 def drafter_types(tree: Tree) -> list[str]:
     """Returns the types of the drafters that a run of the config has.
 
-    If vLLM's `speculative_config` is set, it is the method there. Otherwise they are the drafters of the block `specrollout`,
-    or the block's default drafters. The list is empty if the block is off.
+    If vLLM's `speculative_config` is set, the list has only the method that it names. Otherwise it has the types of the
+    drafters in the block `specrollout`, or of the block's default drafters. It is empty if the block is off.
     """
     if native_drafts(tree):
         return [str(at(tree, f"{SPECULATIVE_CONFIG}.method"))]

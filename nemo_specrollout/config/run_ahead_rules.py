@@ -28,7 +28,7 @@ _FIX = f"or remove {_PATH}"
 
 
 def run_ahead_findings(tree: Tree, ahead: RunAheadConfig) -> Iterator[Finding]:
-    """Yields findings about settings that do not fit `run_ahead`, whose options `ahead` are on."""
+    """Yields findings about settings that do not fit `run_ahead`. `ahead` has the options of `run_ahead`, which is on."""
     asynchronous = asynchronous_block(tree)
     if asynchronous is not None:
         yield from _about_asynchronous(tree, ahead, asynchronous)

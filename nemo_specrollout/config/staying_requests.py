@@ -91,6 +91,6 @@ def _some_stay(tree: Tree) -> Iterator[Finding]:
 
 
 def _is_used(tree: Tree, environment: str) -> bool:
-    """Tells whether a data set of the run uses an environment. NeMo-RL's base configs describe also unused environments."""
+    """Tells whether a data set of the run uses an environment, because NeMo-RL's base configs also describe unused ones."""
     named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
     return environment in named or not any(named)

@@ -39,7 +39,7 @@ def raise_first_mistake(path: str, *mistakes: tuple[object, str, str]) -> None:
 def nearest(name: str, known: Iterable[str], most_listed: int = 20) -> str:
     """Returns a hint for a message about an unknown name, such as "; did you mean 'x'?".
 
-    If no known name resembles `name`, the hint lists all known names. But it is empty if they are more than `most_listed`.
+    If no known name resembles `name`, the hint lists all known names. If there are more than `most_listed`, the hint is empty.
     """
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)

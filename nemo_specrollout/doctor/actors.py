@@ -34,7 +34,7 @@ print(json.dumps({"code": spec and spec.origin, "heads": util.find_spec("specula
 
 
 def diagnose_actors() -> Iterator[Diagnosis]:
-    """Yields a diagnosis of each Ray actor of NeMo-RL that needs this package. The actor gets the PYTHONPATH of a real run."""
+    """Yields a diagnosis of each Ray actor of NeMo-RL that needs this package, with the PYTHONPATH that a run would set."""
     if not can_run_nemo_rl():
         yield ACTORS.ok("NeMo-RL", "not in this environment; `doctor --in-nemo-rl` looks inside NeMo-RL's own, by uv")
         return

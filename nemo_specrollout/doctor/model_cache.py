@@ -70,9 +70,9 @@ def is_downloaded(folder: Path, name: str) -> bool:
 
 
 def _hub_models(tree: Tree) -> Iterator[tuple[str, str]]:
-    """Yields the models of a config that have a name of the Hugging Face Hub, each once, as a field and the name.
+    """Yields each model that a config names by a name on the Hugging Face Hub, as a field and the name. No name comes twice.
 
-    The field is words for where the config names the model.
+    The field tells where the config names the model.
     """
     named = [(path, at(tree, path)) for path in ("policy.model_name", "policy.tokenizer.name")]
     if native_drafts(tree):

@@ -57,7 +57,7 @@ ARGUMENTS = {
     "gpu_memory_utilization": 0.1,
     "seed": 7,
 }
-"""Arguments of vLLM for the engines of the self-test. vLLM requires that this share of a GPU's memory is free."""
+"""Arguments of vLLM for the engines of the self-test. On a GPU, `gpu_memory_utilization` of the memory must be free."""
 
 
 def try_engines(module: str = __name__) -> Outcome:
@@ -86,9 +86,9 @@ def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
 
 
 def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
-    """Yields the results of the self-test, which are whether tokens were equal, how many drafts were accepted, and the time.
+    """Yields diagnoses of the self-test: whether tokens were equal, how many drafts were accepted, and how long it took.
 
-    On a GPU it also yields the precision. If the child process failed, it yields the reason instead of the time.
+    On a GPU, one more diagnosis names the precision. If the child process failed, the reason takes the place of the time.
     """
     if outcome.told.get("facts", {}).get("device") == "cuda":
         precision = os.environ.get("TRITON_F32_DEFAULT", EXACT["TRITON_F32_DEFAULT"])

@@ -68,9 +68,9 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Tells whether a version of vLLM need not have a name, because it is too old for it or has already replaced it.
+    """Tells whether a version of vLLM need not have a name, because the name is newer, or has been replaced by another.
 
-    `names` are names that only newer versions have.
+    `names` are the names that only newer versions have.
     """
     for former, newer in REPLACED.items():
         if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):

@@ -38,7 +38,7 @@ class Pin:
     asked: str | None
     """The version of vLLM in `pyproject.toml`, or None if it names none."""
     damaged: tuple[str, ...] = ()
-    """Names of those of the two files that exist but cannot be read."""
+    """Names of the files (`uv.lock`, `pyproject.toml`) that exist but cannot be read."""
 
     @property
     def version(self) -> str | None:

@@ -92,7 +92,10 @@ class PythonSource:
         return merged | dict(names_of(node.body))
 
     def definition(self, name: str) -> tuple[bool, ast.stmt | None]:
-        """Returns whether the package has a dotted name, which may be a member of a class, and its syntax tree or None."""
+        """Tells whether the package has a dotted name, and returns its syntax tree too, or None if it has no tree.
+
+        The name may also be that of a member of a class.
+        """
         found = self.find(name)
         if found is not None:
             return True, found[1]

@@ -119,7 +119,10 @@ class KeptFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether the file may be written again, without exceeding `WRITING_SHARE` and while no write is under way."""
+        """Whether the file may be written now.
+
+        It may not if a write is under way, or if too little time has passed since the last write for `WRITING_SHARE`.
+        """
         is_writing = self._writer is not None and self._writer.is_alive()
         return not is_writing and time.monotonic() >= self._next_s
 

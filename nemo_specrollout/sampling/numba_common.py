@@ -12,7 +12,7 @@ _MIX_2 = np.uint64(MIX_2)
 
 @njit(cache=True, inline="always")
 def mix64(z):  # type: ignore[no-untyped-def]
-    """Returns SplitMix64's output function of a uint64.
+    """Applies the output function of SplitMix64 to a uint64, and returns the result.
 
     The function is a bijection, and every bit of its result depends on all bits of `z`.
     """

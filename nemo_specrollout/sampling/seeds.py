@@ -20,7 +20,7 @@ MIX_2 = 0x94D049BB133111EB
 
 
 def mix64_int(z: int) -> int:
-    """Returns SplitMix64's output function of the lowest 64 bits of `z`, in [0, 2^64)."""
+    """Applies the output function of SplitMix64 to the lowest 64 bits of `z`, and returns the result, in [0, 2^64)."""
     z &= MASK_64
     z = ((z ^ (z >> 30)) * MIX_1) & MASK_64
     z = ((z ^ (z >> 27)) * MIX_2) & MASK_64

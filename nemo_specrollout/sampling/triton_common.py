@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function that this package's Triton kernels share. By it, the last program of a kernel knows that it is the last one."""
+"""A function that this package's Triton kernels share. It tells a program of a kernel whether it is the last one to finish."""
 
 import triton
 import triton.language as tl

@@ -172,11 +172,11 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of the model in `folder`, each as a name and a tensor, and adds an LM head if it is tied.
+    """Returns `tensors` of the model in `folder`, with a tensor for the LM head even if it is tied to the embedding.
 
-    If the LM head is tied to the embedding, there is only the embedding's tensor. It is then also added under the name of the
-    LM head. vLLM 0.29 and later need it, because they reload each layer separately, and otherwise the LM head would keep its
-    old weights. A model without an LM head counts as tied, unless its config.json says that it is not.
+    If it is tied, the model has only a tensor for the embedding. This tensor is then also returned under the LM head's name.
+    vLLM 0.29 and later need this, because they reload each layer separately. Without it, the LM head would keep its old
+    weights. A model without a tensor for the LM head counts as tied, unless its config.json says that it is not.
     """
     found = list(tensors)
     names = dict(found)

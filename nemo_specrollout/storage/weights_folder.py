@@ -17,7 +17,7 @@ from nemo_specrollout.storage import model_folder as folders
 from nemo_specrollout.storage.files import sync, sync_folder
 
 NUM_KEPT = 3
-"""Number of publications that `publish` keeps. It keeps more than the newest, because a drafter may still read an older one."""
+"""Number of publications that `publish` keeps. It keeps older ones because a drafter may still read one of them."""
 _NUMBERED = re.compile(r"[^.].*?([0-9]{1,18})|([0-9]{1,18})", re.DOTALL)
 _OWN_NAME = "version_"
 
@@ -48,7 +48,7 @@ def publications(folder: Path) -> list[Publication]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Returns the stamp of a publication's files. It changes while somebody writes them."""
+    """Returns the names, sizes and modification times of a publication's files, which change while somebody writes them."""
     try:
         stats = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:

@@ -43,7 +43,7 @@ class StepRows:
 class EngineTotals:
     """Sums over the steps of an engine, or of several engines.
 
-    If several engines run at the same time, their seconds are added all the same.
+    The seconds of several engines are added, even if the engines have run at the same time.
     """
 
     num_steps: int = 0
@@ -102,7 +102,7 @@ class EngineTotals:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> "EngineTotals":
-        """Returns the sums from a dictionary of the fields. Tuples may have become lists when it was sent."""
+        """Returns the sums from a dictionary of the fields, in which tuples may have become lists."""
         counts = {k: tuple((name, tuple(row)) for name, row in wire[k]) for k in ("proposed", "accepted")}
         return cls(**{**wire, **counts})
 

@@ -22,8 +22,8 @@ class SampleStats:
     policy_spans: Spans
     """Pairs of a policy version and the first position that it sampled. Positions count from the start of the prompt.
 
-    If the weights changed while the prompt was being computed, the position of the new version is that after the first token
-    that it has computed."""
+    If the weights changed while the prompt was being computed, the new version has the position after the first token that it
+    has computed."""
     head_versions: tuple[int, int]
     """Version of the draft head in service when the request began, and version when it ended."""
     num_drafted: int
@@ -32,11 +32,11 @@ class SampleStats:
     """Number of draft tokens that were accepted."""
     read_again: tuple[int, ...] = ()
     """Those first positions in `policy_spans` before which the engine computed the KV cache of all earlier text again, with
-    the new policy version. At the others, the new version reads the KV cache that earlier versions have left."""
+    the new policy version. At other positions, the new version continues with the KV cache that earlier versions have left."""
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
-        """Returns the statistics from a dictionary of the fields. Tuples may have become lists when it was sent."""
+        """Returns the statistics from a dictionary of the fields, in which tuples may have become lists."""
         spans = tuple(map(tuple, wire["policy_spans"]))
         heads = tuple(wire["head_versions"])
         read_again = tuple(wire.get("read_again", ()))
@@ -165,8 +165,8 @@ class SampleStatsLog:
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
         """Begins or continues the record of a request that has got the slot `slot`, whose row in `counts_S2` must be zero.
 
-        The record of an earlier request with the same seed is continued if the request has some of its response already. That
-        is so after a preemption, and if the request comes back from another engine. Otherwise the record is a new one.
+        If the request already has tokens of its response, it continues the record of the earlier request with the same seed.
+        That is so after a preemption, and if the request comes back from another engine. Otherwise the record is a new one.
 
         Args:
             slot: the slot of the request.
