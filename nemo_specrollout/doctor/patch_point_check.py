@@ -91,7 +91,7 @@ def imports_of_nemo_rl(modules: Sequence[str]) -> Iterator[Diagnosis]:
 
 
 def name_of(point: PatchPoint) -> str:
-    """Returns the name of a patch point after the last part of its module's name, as docs/reference writes it."""
+    """Returns MODULE.NAME of a patch point, with the last part of its module, as in docs/reference/nemo-rl-patch-points.md."""
     return f"{point.module.rpartition('.')[2]}.{point.name}"
 
 
