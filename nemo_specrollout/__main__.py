@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m nemo_specrollout COMMAND`, where the command `nemo-specrollout` is not installed."""
+"""Runs the program `nemo-specrollout` by `python -m nemo_specrollout COMMAND`, even if its script is not installed."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits a run by choosing rows, computing them again, and judging them."""
+"""Audits a run. It chooses some of the recorded rows (samples), computes their tokens again, and judges the rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,14 +17,15 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports.records import in_ranges
 
 OnRow = Callable[[int, int], None]
-"""Callback that receives the number of rows that are done, and the number of all chosen rows."""
+"""Callback for progress. It is called with the number of rows that have been computed, and the number of rows to compute."""
 
 
 def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: int) -> list[Place]:
-    """Returns `num_rows` rows of each step, spread evenly over the step.
+    """Returns the rows to audit, which are `num_rows` rows of each of `steps`, spread evenly over the step.
 
-    Without `steps`, the newest step is taken for which all policy versions are available. Raises ConfigError for a step that
-    the run does not have, and if no step can be audited.
+    A step with fewer rows contributes all of them. If `steps` is empty, the rows come from the newest step for which the
+    weights of all its policy versions are available. Raises ConfigError if the run lacks one of `steps`, or if no step can be
+    audited.
     """
     unknown = [step for step in steps if step not in run.steps]
     if unknown:
@@ -38,7 +39,7 @@ def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: i
 
 
 def auditable_steps(run: RecordedRun, weights: Weights) -> list[int]:
-    """Returns the steps for which the weights of all policy versions that sampled rows are available."""
+    """Returns the steps that can be audited, because the weights of all policy versions that sampled in them are available."""
     versions = {step: {v for row in rows for v in row.versions} for step, rows in run.steps.items()}
     known = {version: weights.is_known(version) for version in set().union(*versions.values())}
     return [step for step, needed in versions.items() if needed and all(known[version] for version in needed)]
@@ -62,10 +63,10 @@ def _newest(run: RecordedRun, weights: Weights) -> list[int]:
 
 
 def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_row: OnRow) -> Audit:
-    """Computes rows again, judges them, and returns the audit.
+    """Computes the tokens of the rows at `places` again, judges the rows, and returns the audit.
 
-    Rows of one policy version are computed together, so that each version is loaded once. All rows are judged at the end,
-    because only then is it known how large a difference counts as rounding.
+    It computes the rows of one policy version one after another, so that it loads each version once. It judges all rows at the
+    end, because it learns from all of them how large a difference can be explained by rounding.
     """
     replays = list[RowReplay]()
     skipped = list[Skipped]()
@@ -93,7 +94,7 @@ def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_r
 
 
 def _computed(run: RecordedRun, weights: Weights, place: Place) -> RowReplay | Skipped:
-    """Returns a replayed row, or the reason why it cannot be replayed."""
+    """Computes the tokens of the row at `place` again. Returns the replay, or the reason why the row cannot be replayed."""
     row = run.read(place)
     if isinstance(row, Skipped):
         return row
@@ -112,7 +113,7 @@ def _replayed(row: RecordedRow, weights: Weights, facts: EngineFacts) -> RowRepl
 
 
 def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
-    """Raises ValueError if the weights of a row are missing or have another vocabulary."""
+    """Raises ValueError if weights that sampled the row are missing, or if a token of the row is not in their vocabulary."""
     for version, _ in row.policy_spans:
         size = int(weights.coarse_model(dtype, version).config.get_text_config().vocab_size)
         largest = int(row.text.max())
@@ -123,7 +124,11 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
 
 
 def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, rounding: Rounding) -> int | None:
-    """Returns the policy version just before or after the recorded one if the row is a sample of that version, or None."""
+    """Finds out which policy version sampled a row, if the recorded version did not.
+
+    It tries the versions just before and just after the recorded one, as far as their weights are available. Returns the
+    version of which the row is a sample, or None. Also returns None if the records name several versions for the row.
+    """
     if len(row.policy_spans) > 1:
         return None
     ((version, first),) = row.policy_spans

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A numpy version of the noise that vLLM's V2 model runner adds to logits, as a function of seed, position and token.
+"""Computes with numpy the Gumbel noise that vLLM's V2 model runner adds to logits when it samples.
 
-vLLM samples by the Gumbel-max method. The sampled token is the one whose score, which is its processed logit plus its noise,
-is largest. The position is that of the last known token, counted from the beginning of the prompt, so the first token of a
-response to a prompt of n tokens is sampled at position n - 1.
+vLLM samples by the Gumbel-max method. The score of a token is its processed logit plus its noise, and the token with the
+largest score is sampled. The noise depends only on the request's seed, the position and the token.
+
+A token is sampled at the position of the token before it, counted from the beginning of the prompt. For example, the first
+token of a response to a prompt of n tokens is sampled at position n - 1.
 
 Sources: `vllm/v1/worker/gpu/sample/gumbel.py` of vLLM 0.32 and 0.25.1, and Philox of `triton.language.rand`.
 """
@@ -21,20 +23,20 @@ _U32 = np.uint32
 
 @dataclass(frozen=True)
 class NoiseScheme:
-    """How a range of vLLM versions derives the noise."""
+    """The method by which a range of vLLM versions computes the noise from the seed, the position and the token."""
 
     name: str
     uniform: Callable[[int, Integers, Integers], Floats]
-    """Maps seed, positions and tokens, whose shapes broadcast, to uniform numbers in (0, 1)."""
+    """Function of (seed, positions, tokens) that returns uniform random numbers in (0, 1). Positions and tokens broadcast."""
     smallest: float
-    """The smallest uniform number that can occur, which bounds the noise."""
+    """The smallest number that `uniform` can return. The largest noise follows from it."""
 
     def noise(self, seed: int, positions: Integers, tokens: Integers) -> Floats:
-        """Returns the noise of tokens at positions.
+        """Returns the noise of tokens at positions, float64, in the broadcast shape of both arrays.
 
         Args:
-            seed: the request's seed in the engine, any integer of 64 bits.
-            positions: positions, counted from the beginning of the prompt.
+            seed: the seed that the request had in the engine, an integer of 64 bits.
+            positions: for each token, the position of the token before it, counted from the beginning of the prompt.
             tokens: token ids, of a shape that broadcasts with that of `positions`.
         """
         with np.errstate(over="ignore"):
@@ -43,7 +45,7 @@ class NoiseScheme:
 
     @property
     def largest_noise(self) -> float:
-        """Upper bound of the noise. A token cannot win if its logit is further than this below another token's score."""
+        """The largest possible noise. A token whose logit plus this noise is below another token's score is never sampled."""
         return float(-np.log(-np.log1p(-self.smallest)))
 
 
@@ -57,15 +59,15 @@ def _rotated(word: Any, bits: int) -> Any:
 
 
 def _mixed(state: Any, key: Any) -> Any:
-    """Returns MurmurHash3's state after one more word of 32 bits."""
+    """Returns the state of MurmurHash3 after one more word of 32 bits, `key`, has been hashed."""
     key = _rotated(key * _U32(0xCC9E2D51), 15) * _U32(0x1B873593)
     return _rotated(state ^ key, 13) * _U32(5) + _U32(0xE6546B64)
 
 
 def _murmur_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
-    """Returns uniform numbers from MurmurHash3 of the seed's two words, the position and the token.
+    """Returns uniform numbers in (0, 1), made from MurmurHash3 of the seed's two words, the position and the token.
 
-    Each number is the middle of the interval for which its hash stands.
+    A hash h of 32 bits stands for the interval from h / 2^32 to (h + 1) / 2^32, and becomes the middle of this interval.
     """
     state: Any = np.zeros(1, _U32)
     for word in _words(seed):
@@ -100,7 +102,10 @@ _SMALLEST_OF_PHILOX = 4.6566127342e-10
 
 
 def _philox_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
-    """Returns uniform numbers, where Philox makes a key from seed and position, and then a number from key and token."""
+    """Returns uniform numbers in (0, 1), made by Philox.
+
+    Philox makes a key from the seed and the position, and then a number from this key and the token.
+    """
     position_seeds = _philox(_words(seed), positions.astype(_U32))
     position_seeds, counters = np.broadcast_arrays(position_seeds, tokens.astype(_U32))
     numbers = _philox((position_seeds, np.zeros_like(position_seeds)), counters).astype(np.int32).astype(np.int64)
@@ -111,12 +116,12 @@ def _philox_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
 
 
 MURMUR = NoiseScheme("murmur", _murmur_uniform, 2.0**-33)
-"""Noise of vLLM 0.31 and later."""
+"""The noise of vLLM 0.31 and later."""
 PHILOX = NoiseScheme("philox", _philox_uniform, _SMALLEST_OF_PHILOX)
-"""Noise of vLLM 0.25.1 to 0.30."""
+"""The noise of vLLM 0.25.1 to 0.30."""
 
 
 def scheme_of(vllm_version: str) -> NoiseScheme:
-    """Returns how a version of vLLM, such as "0.32.0+cpu", derives the noise."""
+    """Returns the method by which a version of vLLM, such as "0.32.0+cpu", computes the noise."""
     major, minor = (int(part) for part in vllm_version.split(".")[:2])
     return MURMUR if (major, minor) >= (0, 31) else PHILOX

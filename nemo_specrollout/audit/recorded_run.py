@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows (samples) that a run has recorded, by step, and the policy versions that sampled them."""
+"""Reads which rows (samples) a run has recorded in each step, and which policy versions sampled them."""
 
 import json
 import math
@@ -26,7 +26,10 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row of a step is recorded, and which policy versions sampled it (see `RecordedRow`)."""
+    """The place in which a row of a step is recorded, and the policy versions that sampled it.
+
+    `seed`, `policy_spans` and `read_again` are those of `RecordedRow`.
+    """
 
     step: int
     number: int
@@ -35,25 +38,25 @@ class Place:
     policy_spans: Spans
     read_again: tuple[int, ...]
     file: Path | None
-    """File of the row, or None if no engine has recorded it."""
+    """File that has the row, or None if no engine has recorded it."""
     row: int = 0
-    """Number of the row in the file."""
+    """Index of the row in `file`, from 0."""
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The policy versions that sampled the row, each once."""
+        """The policy versions that sampled the row, in order and without duplicates."""
         return tuple(dict.fromkeys(version for version, _ in self.policy_spans))
 
 
 class RecordedRun:
-    """The records of a run with one or several starts. Rows are read one at a time."""
+    """The rows that a run has recorded, whether it has one start or several. `read` reads one row at a time."""
 
     def __init__(self, run: Run) -> None:
-        """Reads which rows `run` has and where they are recorded. Raises ConfigError if it has recorded none."""
+        """Finds out which rows `run` has and where they are recorded. Raises ConfigError if it has recorded no rows."""
         self._damaged = list[str]()
         self._open = lru_cache(_FILES_IN_MEMORY)(RowFile)
         self.steps = dict[int, list[Place]]()
-        """Rows of each step, in order."""
+        """The places of the rows of each step, in the order of the rows."""
         for folder, bound in _folders(run):
             samples = {step: of_step for step, of_step in _samples(folder).items() if step < bound}
             self.steps.update(_rows_by_step(samples, self._places(folder)))
@@ -66,11 +69,11 @@ class RecordedRun:
             )
             raise ConfigError(f"RUN_DIR: {run.folder} has no rows to audit: {why}; name another run")
         self.model = str(facts.get("model", ""))
-        """Folder or name of the policy from which the run started."""
+        """Folder or Hugging Face name of the model that the run began to train."""
         self.checkpoints = Path(facts["checkpoints"]) if facts.get("checkpoints") else None
         """Folder with the checkpoints of the run, or None if it keeps none."""
         self.checkpoint_offset = int(facts.get("checkpoint_offset", 0))
-        """Number of the checkpoint with the weights of a policy version, minus that version."""
+        """What to add to a policy version to get the number of the checkpoint that has its weights."""
 
     @property
     def damaged(self) -> Sequence[str]:
@@ -78,12 +81,12 @@ class RecordedRun:
         return self._damaged
 
     def engine_facts(self, place: Place) -> EngineFacts:
-        """Returns facts of the engine that recorded a row."""
+        """Returns the facts about the engine that recorded the row at `place`, which must have a file."""
         assert place.file is not None
         return self._open(place.file).facts
 
     def read(self, place: Place) -> RecordedRow | Skipped:
-        """Returns a row, or why it cannot be audited."""
+        """Returns the row at `place`, or the reason why it cannot be audited."""
         if place.file is None:
             return Skipped(place.step, place.number, "no engine has recorded it")
         try:
@@ -113,7 +116,10 @@ class RecordedRun:
         )
 
     def _places(self, folder: Path) -> dict[int, tuple[Path, int]]:
-        """Returns, by seed, each row's file and number in it. If a row was made again after a restart, the last one counts."""
+        """Returns the file and the index in it of each row in `folder`, by the row's seed.
+
+        If a row was generated again after a restart, the file that was written last counts.
+        """
         found = {}
         for file in sorted((folder / FOLDER).glob("*.npz")):
             try:
@@ -126,7 +132,7 @@ class RecordedRun:
 
 
 def _folders(run: Run) -> list[tuple[Path, float]]:
-    """Returns the folders of a run's records, each with the first step that a later start has made again, or inf."""
+    """Returns the folders with a run's records. Each comes with the first step that a later start made again, or inf."""
     if not isinstance(run, RunOfStarts):
         return [(run.folder, math.inf)]
     return [(start.folder / RECORDS, bound) for start, bound in zip(run.starts, run.bounds, strict=True)]
@@ -140,7 +146,14 @@ def _samples(folder: Path) -> dict[int, list[Mapping[str, Any]]]:
 def _rows_by_step(
     samples: Mapping[int, Sequence[Mapping[str, Any]]], places: Mapping[int, tuple[Path, int]]
 ) -> dict[int, list[Place]]:
-    """Returns the rows of each step. A row with entries in several steps, as after a move, belongs to the last of them."""
+    """Returns the places of the rows of each step.
+
+    A row may have entries in several steps, for example if it moved to another engine. It then belongs to the last of them.
+
+    Args:
+        samples: for each step, the lines about its samples from `samples.jsonl`.
+        places: file and index of each row that an engine has recorded, by the row's seed.
+    """
     found: dict[int, tuple[int, int, SampleStats]] = {}
     for step, of_step in samples.items():
         for number, sample in enumerate(of_step):
@@ -158,7 +171,7 @@ def _rows_by_step(
 
 
 def keep_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Adds the result of an audit to the file `audit.json` in `folder`, which is read for the report."""
+    """Adds the result of an audit to the file `audit.json` in `folder`, from which the run's report takes it."""
     earlier = read_object_or_nothing(folder / AUDITS).get("audits")
     audits = [*(earlier if isinstance(earlier, list) else []), result][-_KEPT_AUDITS:]
     write_atomically(folder / AUDITS, json.dumps({"audits": audits}, indent=1) + "\n")

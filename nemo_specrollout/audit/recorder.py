@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the rows that an engine finishes into the folder of its run, while the engine continues."""
+"""Writes the rows (samples) that an engine has finished into the folder of its run. The engine need not wait for it."""
 
 import os
 import queue
@@ -11,19 +11,19 @@ from pathlib import Path
 from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, write_rows
 
 ROWS_OF_A_FILE = 512
-"""Number of rows after which a file is written, even if more are coming."""
+"""Number of finished rows that are written into one file. A file has fewer rows if `flush` is called earlier."""
 MOST_TOKENS = 1 << 26
-"""Maximum number of tokens that may wait for a slow disk, which take about 512 MB. Further rows are not recorded."""
+"""Maximum number of tokens that may wait to be written, which take about 512 MB. Rows beyond this limit are not recorded."""
 
 
 class RowRecorder:
-    """Records the rows of one engine. Owns a thread that writes them, so that no request waits for the disk.
+    """Records the rows of one engine. A thread writes them, so that no request waits for the disk.
 
-    A problem of the disk never ends the engine, but `take_problem` reports it in a sentence.
+    A problem with the disk never ends the engine. `take_problem` returns a sentence about it.
     """
 
     def __init__(self, folder: Path, facts: EngineFacts) -> None:
-        """Starts the thread, which creates `folder` when it writes the first file."""
+        """Starts the thread that writes rows. It creates `folder` when it writes the first file."""
         self._folder = folder
         self._facts = facts
         self._open = list[FinishedRow]()
@@ -36,7 +36,7 @@ class RowRecorder:
         threading.Thread(target=self._write_all, name="specrollout-rows", daemon=True).start()
 
     def add(self, row: FinishedRow) -> None:
-        """Adds a finished row."""
+        """Adds a finished row. It is dropped if `MOST_TOKENS` tokens are waiting to be written."""
         num_tokens = len(row.token_ids)
         with self._lock:
             if self._num_waiting + num_tokens > MOST_TOKENS:
@@ -48,7 +48,7 @@ class RowRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Hands all rows to the thread, for example at the end of a batch or of a step."""
+        """Has the thread write all rows that were added so far. It is called at the end of a batch or of a step."""
         with self._lock:
             rows = self._open
             self._open = []
@@ -56,12 +56,12 @@ class RowRecorder:
             self._queue.put(rows)
 
     def settle(self) -> None:
-        """Waits until all rows are on disk."""
+        """Waits until all rows that were added so far are on disk."""
         self.flush()
         self._queue.join()
 
     def take_problem(self) -> str:
-        """Returns why rows were not recorded since the last call, or an empty string if all were."""
+        """Returns a sentence about rows that could not be recorded since the last call, or an empty string."""
         with self._lock:
             lost = self._num_lost
             problem = self._problem

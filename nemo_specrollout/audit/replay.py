@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a recorded row by transformers' forward pass over its text, with the weights that sampled each part of it.
+"""Replays a recorded row (sample), which means it computes again which tokens the policy samples after the row's prompt.
+
+It does so by forward passes of a transformers model over the row's text, with the weights that sampled each part of it.
 
 Shapes: T tokens of the response, P positions of one piece, V vocabulary.
 """
@@ -16,33 +18,39 @@ from nemo_specrollout.audit.rows import Array, RecordedRow
 from nemo_specrollout.audit.scores import Sampled, sample
 
 POSITIONS_AT_ONCE = 256
-"""Maximum number of positions in a forward pass, so that the logits take at most 150 MB for a vocabulary of 150,000."""
+"""Maximum number of positions in a forward pass. With a vocabulary of 150,000, their logits take at most 150 MB in float32."""
 Model = Any
-"""A causal language model of transformers."""
+"""A causal language model of transformers, whose classes have no common type."""
 
 
 @dataclass(frozen=True)
 class RowReplay:
-    """What the policy samples in a row, compared with what was recorded. All arrays have shape [T]."""
+    """The replay of a recorded row, which has the tokens that the policy samples at the row's positions.
+
+    All arrays have shape [T], with an element for each token of the response.
+    """
 
     row: RecordedRow
     token_ids: Array
-    """The tokens that the policy samples, each after the recorded text before it."""
+    """The token that the policy samples at each position after the recorded text before that position."""
     gaps: Array
-    """Difference between the best score and that of the recorded token. It is 0 where the recorded token is the best."""
+    """Best score minus the score of the recorded token. It is 0 if the recorded token has the best score."""
     logprobs: Array
-    """Log-prob of the recorded token."""
+    """Log-prob of the recorded token, as the audit computes it."""
     own_rounding: Array
-    """Change of the log-prob if it is computed in the engine's precision instead of a finer one."""
+    """Absolute change of the audit's log-prob if it is computed in the engine's precision instead of a finer one."""
 
     @property
     def differs(self) -> Array:
-        """Whether the policy samples another token, bool, shape [T]."""
+        """Whether the policy samples another token than the recorded one, bool, shape [T]."""
         return self.gaps > 0
 
     @property
     def logprob_differences(self) -> Array:
-        """Absolute difference between the engine's log-probs and these, shape [T], and NaN where none was recorded."""
+        """Absolute difference between the engine's log-prob of a token and the audit's, shape [T].
+
+        It is NaN for tokens whose log-prob the engine did not record.
+        """
         difference: Array = np.abs(self.row.logprobs.astype(np.float64) - self.logprobs)
         return difference
 
@@ -56,18 +64,19 @@ def replay(
     *,
     raw_logprobs: bool = False,
 ) -> RowReplay:
-    """Computes what the policy samples at each position of a row.
+    """Computes which token the policy samples at each position of a row, and returns these tokens with the row.
 
-    If several policy versions sampled the row, it is computed in pieces. The first piece reads the whole prompt. Each later
-    one continues with the keys and values that the earlier weights have left, as in the engine.
+    If several policy versions sampled the row, each version computes its piece of the text. The first one also reads the
+    prompt. A later one continues with the KV cache that the earlier versions have left, because the engine did so too. The
+    exceptions are the positions in `row.read_again`, where the engine recomputed the KV cache.
 
     Args:
         row: the recorded row, with at least one token.
-        fine_model_of: returns the model with the weights of a policy version, which computes in a finer precision than the
-            engine.
-        coarse_model_of: returns the same model in the precision of the engine, which shows the effect of rounding alone.
-        noise: how the run's vLLM derives the noise.
-        raw_logprobs: whether the engine's log-probs are those of the logits before the sampling parameters are applied.
+        fine_model_of: function of a policy version that returns its model, in a finer precision than the engine's.
+        coarse_model_of: function of a policy version that returns the same model in the engine's precision. The comparison of
+            both models shows the effect of rounding alone.
+        noise: the method by which the run's version of vLLM computes the noise.
+        raw_logprobs: whether the engine's log-probs come from the logits before the sampling parameters were applied.
     """
     parts = _sampled(row, fine_model_of, noise, raw_logprobs)
     coarse = _sampled(row, coarse_model_of, None, raw_logprobs)
@@ -90,20 +99,24 @@ def _sampled(
 
 
 class Piece(NamedTuple):
-    """Part of a row's text that one policy version reads in order to sample the tokens that follow."""
+    """A part of a row's text. After each of its tokens, one policy version sampled the next token.
+
+    So the piece begins and ends one token before the tokens that the version sampled. `begin` and `end` are counted from the
+    start of the prompt, and `end` is exclusive.
+    """
 
     version: int
     begin: int
-    """First token whose logits are needed."""
+    """Index of the first token of the piece. For the first piece of a row it may be in the prompt."""
     end: int
     is_read_again: bool
-    """True if this policy version first computes all text before the piece again."""
+    """True if this policy version computes the KV cache of all text before the piece again."""
 
 
 def pieces(row: RecordedRow) -> list[Piece]:
-    """Returns the pieces of a row.
+    """Divides a row's text into one piece for each span of a policy version, and returns those that are not empty.
 
-    To sample position p, a policy version reads the token at p - 1. So none reads the last token.
+    A policy version samples the token at position p from the logits of position p - 1. So the last token is in no piece.
     """
     starts = [first - 1 for _, first in row.policy_spans]
     ends = [*starts[1:], len(row.text) - 1]
@@ -113,9 +126,10 @@ def pieces(row: RecordedRow) -> list[Piece]:
 
 
 def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tuple[int, Array]]:
-    """Yields the number of a token of the response, and the logits of that token and the next ones, shape [P, V].
+    """Yields the logits from which the tokens of a response are sampled, up to `POSITIONS_AT_ONCE` positions at a time.
 
-    The logits are float64 if the model is, and otherwise float32.
+    Each item is the index in the response of a token, and the logits for this token and the following ones, shape [P, V]. They
+    are float64 if the model is, and otherwise float32.
     """
     text = torch.from_numpy(row.text.astype(np.int64))
     last_of_prompt = len(row.prompt_token_ids) - 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of rows from which an audit can compute the tokens again, and the files that contain them.
+"""The records of rows (samples) from which an audit can compute the rows' tokens again, and the files that contain them.
 
-A file is a compressed archive of numpy, so `numpy.load(file)` reads it without this package. It has the rows that an engine
-has finished together, which are B rows with U different prompts.
+A file is a compressed archive of numpy, so `numpy.load(file)` reads it without this package. It has B rows that an engine
+finished at about the same time, with U different prompts.
 
 | array | content |
 |---|---|
@@ -28,18 +28,18 @@ from nemo_specrollout.storage.files import replacing_file
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FOLDER = "rows"
-"""Folder of the files beside a run's records."""
+"""Name of the folder that has a run's files of rows. It is beside the run's other records."""
 FORMAT = 1
-"""Version of the files' format."""
+"""Version of the format of files of rows."""
 
 
 @dataclass(frozen=True)
 class RowParams:
-    """The sampling parameters of a row that change which token is sampled. The defaults change nothing."""
+    """Those sampling parameters of a row that change which tokens are sampled. With the defaults, no logit is changed."""
 
     temperature: float = 1.0
     top_k: int = 0
-    """Value of top-k, where 0 means none."""
+    """Number of the most likely tokens from which one is sampled, or 0 for all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -47,17 +47,17 @@ class RowParams:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that cannot come before `min_tokens`, including the end-of-text token. Empty if `min_tokens` is 0."""
+    """Tokens, such as the end-of-text token, that may not be among the first `min_tokens`. Empty if `min_tokens` is 0."""
     allowed_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the response never has."""
+    """Token sequences that may not occur in the response."""
     unknown: tuple[str, ...] = ()
-    """What else changes the row's tokens and cannot be computed by an audit, such as "structured outputs"."""
+    """Names of further parameters that change the tokens but that an audit cannot apply, such as "structured outputs"."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RowParams":
-        """Returns the parameters from JSON values, in which tuples have become lists."""
+        """Returns the parameters from JSON values, which have lists instead of tuples, and texts instead of ids as keys."""
         tuples = {name: tuple(values[name]) for name in ("stop_token_ids", "allowed_token_ids", "unknown")}
         bad_words = tuple(map(tuple, values["bad_words"]))
         logit_bias = {int(token): bias for token, bias in values["logit_bias"].items()}
@@ -66,61 +66,61 @@ class RowParams:
 
 @dataclass(frozen=True)
 class FinishedRow:
-    """One response as an engine finished it."""
+    """One response that an engine has finished, with what an audit needs to compute its tokens again."""
 
     seed: int
-    """The seed of the noise in the engine."""
+    """The seed from which the engine computed the request's sampling noise."""
     prompt_token_ids: Sequence[int] | Array
     token_ids: Sequence[int] | Array
-    """The response."""
+    """The tokens of the response."""
     logprobs: Sequence[float] | Array | None
-    """The engine's log-prob of each token, in the distribution that is sampled from, or None if not known."""
+    """The engine's log-prob of each token of the response, or None if the request did not ask for log-probs."""
     params: RowParams
 
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """One response as the run recorded it, with the policy versions that sampled it."""
+    """One recorded response, with its place in the run and the policy versions that sampled it."""
 
     step: int
     number: int
     """Number of the row among the rows of its step, from 0."""
     seed: int
-    """The seed of the noise in the engine."""
+    """The seed from which the engine computed the request's sampling noise."""
     prompt_token_ids: Array
-    """The prompt, int32, shape [prompt]."""
+    """The tokens of the prompt, int32, shape [prompt]."""
     token_ids: Array
-    """The response, int32, shape [T]."""
+    """The tokens of the response, int32, shape [T]."""
     logprobs: Array
-    """The engine's log-prob of each token of the response, float32, shape [T], and NaN where it is not known."""
+    """The engine's log-prob of each token of the response, float32, shape [T]. It is NaN if it is not known."""
     policy_spans: tuple[tuple[int, int], ...]
-    """Each policy version that sampled, with the first position that it sampled, counted from the start of the prompt."""
+    """Pairs of a policy version and the first position that it sampled. Positions count from the start of the prompt."""
     params: RowParams = field(default_factory=RowParams)
     read_again: tuple[int, ...] = ()
-    """First positions of those spans before which the engine recomputed the KV cache of the whole text."""
+    """Those first positions in `policy_spans` before which the engine computed the KV cache of all earlier text again."""
 
     @property
     def text(self) -> Array:
-        """Prompt and response, int32, shape [prompt + T]."""
+        """The tokens of the prompt and then of the response, int32, shape [prompt + T]."""
         return np.concatenate([self.prompt_token_ids, self.token_ids])
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an audit must know about the engine."""
+    """What an audit needs to know about the engine that generated a row in order to compute the row again."""
 
     engine: int
     """Number of the engine in its run."""
     vllm: str
-    """Version of vLLM, which determines the noise."""
+    """Version of the engine's vLLM. It determines how the sampling noise is computed."""
     dtype: str
-    """Precision of the engine, which is float32, bfloat16 or float16."""
+    """Precision in which the engine computes: float32, bfloat16 or float16."""
     raw_logprobs: bool = False
-    """True if its log-probs are those of the logits before temperature, penalties and the like."""
+    """True if the engine's log-probs come from the logits before temperature, penalties and other sampling parameters."""
 
 
 def write_rows(file: Path, facts: EngineFacts, rows: Sequence[FinishedRow]) -> None:
-    """Writes rows to a new file, which gets its name only when it is complete. Raises OSError."""
+    """Writes rows that one engine has finished to a new file, which appears only when it is complete. Raises OSError."""
     params = list[RowParams]()
     prompts = dict[bytes, int]()
     params_B, prompts_B = [], []
@@ -152,10 +152,13 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Array:
 
 
 class RowFile:
-    """A file of rows, whose arrays of tokens are read only when a row is asked for."""
+    """A file of rows. It reads the tokens and log-probs only when the first row is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Opens a file. Raises ValueError with its name and fault if it is damaged or of another version."""
+        """Reads the facts and the seeds of a file of rows.
+
+        Raises ValueError with the file's name if the file is damaged or has another version of the format.
+        """
         self.path = path
         facts, seeds_B = self._read("facts", "seeds_B")
         about = json.loads(facts.tobytes())
@@ -166,7 +169,7 @@ class RowFile:
         self.seeds: list[int] = seeds_B.tolist()
 
     def finished(self, place: int) -> FinishedRow:
-        """Returns the row at a place of the file. Raises ValueError if the file is damaged."""
+        """Returns the row with index `place` in the file, from 0. Raises ValueError if the file is damaged."""
         first, end = self._bounds["lengths_B"][place : place + 2].tolist()
         prompt = int(self._arrays["prompts_B"][place])
         prompt_first, prompt_end = self._bounds["prompt_lengths_U"][prompt : prompt + 2].tolist()
@@ -185,7 +188,10 @@ class RowFile:
 
     @cached_property
     def _bounds(self) -> dict[str, Array]:
-        """Bounds of each prompt and each response in the arrays of tokens."""
+        """Where each response (`lengths_B`) and each prompt (`prompt_lengths_U`) begins in its array of tokens.
+
+        Each array has one more element at its end, which says where the last text ends.
+        """
         names = ("lengths_B", "prompt_lengths_U")
         return {name: np.concatenate([[0], np.cumsum(self._arrays[name], dtype=np.int64)]) for name in names}
 

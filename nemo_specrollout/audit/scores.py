@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes with numpy which token a policy samples at each position, from its logits, the row's parameters and the noise.
+"""Computes with numpy which token a policy samples at each position of a row (sample).
 
-vLLM changes the logits in the order allowed tokens, logit bias, minimum length, penalties, bad words, temperature, min-p,
-top-k and top-p, and then adds the noise, which gives the scores.
+It starts from the policy's logits and applies the row's sampling parameters as vLLM does. vLLM's order is allowed tokens,
+logit bias, minimum length, penalties, bad words, temperature, min-p, top-k and top-p. Then it adds the noise. The sum is the
+score of a token, and the token with the best score is sampled.
 
 Source: `vllm/v1/worker/gpu/sample/sampler.py` of vLLM 0.25.1 to 0.32.
 
@@ -17,32 +18,35 @@ from nemo_specrollout.audit.noise import NoiseScheme
 from nemo_specrollout.audit.rows import Array, RecordedRow, RowParams
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this sample greedily, as in vLLM."""
+"""A request with a temperature below this is sampled greedily. vLLM has the same bound."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the policy samples at P positions of a row, and how the recorded tokens compare."""
+    """The tokens that the policy samples at P positions of a row, and scores and log-probs of the recorded tokens there."""
 
     token_ids_P: Array
     """The token with the best score, int64."""
     gap_P: Array
-    """Best score minus the recorded token's, float64. It is 0 if that token is the best, and inf if it is excluded."""
+    """Best score minus the recorded token's score, float64.
+
+    It is 0 if the recorded token has the best score, and inf if the sampling parameters exclude the recorded token.
+    """
     logprob_P: Array
-    """Log-prob of the recorded token in the distribution that is sampled from, float64."""
+    """Log-prob of the recorded token, float64, after the sampling parameters, or before them if `raw_logprobs` was set."""
 
 
 def sample(
     row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme | None, *, raw_logprobs: bool = False
 ) -> Sampled:
-    """Returns what the policy samples at positions of a row.
+    """Returns the tokens that the policy samples at P consecutive positions of a row, compared with the recorded ones.
 
     Args:
-        row: the recorded row, whose own tokens are the text before each position.
-        first: index of the first token of the response to sample, from 0.
-        logits_PV: logits after the text before each of these tokens, float32 or float64. The function changes them.
-        noise: how the run's vLLM derives the noise, or None if only log-probs are needed.
-        raw_logprobs: whether to return log-probs of the logits as they are given, before the parameters are applied.
+        row: the recorded row. Each token is sampled after the recorded text before it.
+        first: index in the response of the first of the P tokens, from 0.
+        logits_PV: the policy's logits for each of the P tokens, float32 or float64. The function changes this array.
+        noise: the method by which the run's version of vLLM computes the noise, or None if only log-probs are needed.
+        raw_logprobs: whether to return log-probs of `logits_PV` as given, before the sampling parameters are applied.
     """
     params = row.params
     recorded_P = row.token_ids[first : first + len(logits_PV)].astype(np.int64)
@@ -60,7 +64,10 @@ def sample(
 
 
 def _apply_text(logits_V: Array, row: RecordedRow, number: int) -> None:
-    """Applies to one position the parameters that depend on the row's text, and those for single tokens."""
+    """Changes the logits of one position, in place, by all sampling parameters that come before the temperature.
+
+    These parameters depend on the row's text, or name tokens. `number` is the index of the position in the response.
+    """
     params = row.params
     response = row.token_ids[:number]
     if params.allowed_token_ids:
@@ -91,7 +98,10 @@ def _apply_penalties(logits_V: Array, row: RecordedRow, response: Array) -> None
 
 
 def _exclude_unlikely(logits_PV: Array, params: RowParams) -> None:
-    """Applies min-p, top-k and top-p. Top-k also keeps a token that ties with the last one that it keeps."""
+    """Sets the logits that min-p, top-k and top-p exclude to -inf, in place.
+
+    If several tokens have the same logit as the k-th best one, top-k keeps all of them.
+    """
     vocabulary = logits_PV.shape[1]
     if params.min_p > 0:
         bound_P1 = logits_PV.max(axis=1, keepdims=True) + np.float32(np.log(params.min_p))
@@ -115,10 +125,11 @@ def _probabilities(logits_PV: Array) -> Array:
 
 
 def _noisy(logits_PV: Array, row: RecordedRow, first: int, recorded_P: Array, scheme: NoiseScheme) -> Array:
-    """Returns logits with noise, float64, and -inf for tokens that no noise could make the best.
+    """Returns the scores, which are the logits plus the noise, float64, shape [P, V].
 
-    The most likely token of each position is computed first. A token whose logit plus the largest possible noise is below the
-    score of that token cannot be the best, which excludes most of a large vocabulary. The recorded token is never excluded.
+    To save time, tokens that cannot be the best get -inf instead of their score. For each position, the function first
+    computes the score of the most likely token. Another token cannot be the best if its logit plus the largest possible noise
+    is below that score. This excludes most of a large vocabulary. The recorded token always gets its score.
     """
     positions_P = len(row.prompt_token_ids) - 1 + np.arange(first, first + len(logits_PV))
     rows_P = np.arange(len(recorded_P))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges whether replayed rows are the policy's own, its own except for rounding, or not the policy's."""
+"""Judges whether recorded rows (samples) are what the policy samples, by comparing them with their replays.
+
+A row is the policy's own sample if all of its tokens and log-probs are those of the replay, or differ only by rounding.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,31 +14,31 @@ from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
 _FACTOR = 8.0
-"""Factor on the rounding error of the audit's own computation, up to which a difference counts as rounding.
+"""A difference counts as rounding up to this factor times the rounding error of the audit's own computation.
 
-The audit also computes every row in the engine's precision, and compares that with a finer one. Engine and audit add the same
-numbers in different orders, so their errors are of similar size over many rows, but may be a few times larger or smaller in a
-single one. docs/guides/audit.md says what was measured.
+To measure this error, the audit computes every row both in the engine's precision and in a finer one. Engine and audit add the
+same numbers in different orders. So over many rows their errors are of similar size, but in a single row the engine's may be a
+few times larger. docs/guides/audit.md has the measurements.
 """
 _SHOWN_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that the policy would not have sampled."""
+    """A position of a row where the policy samples another token than the recorded one."""
 
     number: int
-    """Number of the token in the response, from 0."""
+    """Index of the token in the response, from 0."""
     recorded: int
     sampled: int
-    """The policy's own token."""
+    """The token that the policy samples at this position."""
     gap: float
-    """Difference between the policy's best score and that of the recorded token, or inf if the parameters exclude it."""
+    """Best score minus the score of the recorded token, or inf if the sampling parameters exclude the recorded token."""
 
 
 @dataclass(frozen=True)
 class RowVerdict:
-    """Judgement of one row."""
+    """The judgement of one row."""
 
     step: int
     number: int
@@ -43,21 +46,21 @@ class RowVerdict:
     num_tokens: int
     differences: tuple[Difference, ...]
     first_foreign: int | None
-    """Number of the first token that rounding does not explain, or None if there is none."""
+    """Index in the response of the first position where token or log-prob differ by more than rounding, or None."""
     why: str = ""
-    """Description of what differs there, or empty."""
+    """Phrase about what differs from token `first_foreign` on. Empty if there is no such token."""
     whose: int | None = None
-    """Another policy version of which the row is a sample, or None if none is known."""
+    """Another policy version that sampled the row, or None if none is known."""
 
     @property
     def is_policys(self) -> bool:
-        """Whether every token is the policy's, or within rounding of it."""
+        """Whether the row is the policy's own sample, because no token differs by more than rounding."""
         return self.first_foreign is None
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that cannot be audited."""
+    """A row that cannot be audited, with the reason."""
 
     step: int
     number: int
@@ -66,17 +69,17 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The largest differences that count as rounding in the rows of an audit, in nats."""
+    """The largest differences between engine and audit that still count as rounding, in nats."""
 
     logprob: float
     """Largest difference between the engine's and the audit's log-prob of a token."""
     score: float
-    """Largest gap between the best score and that of the recorded token. It is smaller than `logprob`, because a token changes
-    only at near-ties, which are rarer than large errors of a log-prob."""
+    """Largest gap between the best score and the score of the recorded token. It is smaller than `logprob`. The reason is that
+    rounding changes a token only where two scores are nearly equal, and this is rarer than a large error of a log-prob."""
 
     @classmethod
     def of(cls, replays: Iterable[RowReplay]) -> "Rounding":
-        """Returns the largest differences that count as rounding in these rows, estimated from the audit's own rounding."""
+        """Returns the largest differences that count as rounding, from the audit's own rounding errors in `replays`."""
         own = np.concatenate([np.zeros(1), *(replayed.own_rounding for replayed in replays)])
         largest = float(own.max())
         return cls(_FACTOR * largest, max(2 * largest, _FACTOR * float(np.quantile(own, 0.99))))
@@ -84,15 +87,16 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Audit:
-    """Judgement of a run's rows."""
+    """The judgement of all audited rows of a run."""
 
     rows: Sequence[RowVerdict]
     skipped: Sequence[Skipped]
     dtype: str
-    """Precision of the engines."""
+    """Precision in which the engines computed. If they had different ones, all are named, separated by commas."""
     rounding: Rounding
     logprob_differences: Array
-    """Absolute difference of each token's log-prob between engine and audit, in nats, or NaN if the engine's is not known."""
+    """Absolute difference between the engine's and the audit's log-prob of each token, in nats. It is NaN if the engine's is
+    not known."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,17 +105,17 @@ class Audit:
 
     @property
     def foreign(self) -> list[RowVerdict]:
-        """Rows that are not the policy's."""
+        """The rows that are not the policy's own samples."""
         return [row for row in self.rows if not row.is_policys]
 
     @property
     def differences(self) -> list[Difference]:
-        """All tokens that differ."""
+        """All tokens, of all rows, where the policy samples another token than the recorded one."""
         return [difference for row in self.rows for difference in row.differences]
 
     @property
     def logprob_quantiles(self) -> dict[str, float]:
-        """Maximum, 99th percentile and median of the known `logprob_differences`, or nothing if none is known."""
+        """The maximum, 99th percentile and median of `logprob_differences` without NaN. Empty if all of them are NaN."""
         known = self.logprob_differences[np.isfinite(self.logprob_differences)]
         if not known.size:
             return {}
@@ -123,7 +127,7 @@ class Audit:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict on the run in one sentence."""
         if not self.rows:
             return "no row could be audited"
         if self.foreign:
@@ -140,7 +144,7 @@ class Audit:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the judgement as JSON values."""
+        """Returns the audit as JSON values, with the verdict, counts, quantiles, and each row's judgement."""
         return {
             "verdict": self.sentence,
             "rows": len(self.rows),
@@ -156,7 +160,7 @@ class Audit:
 
 
 def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
-    """Returns the verdict on a row, given the differences that count as rounding."""
+    """Returns the verdict on one replayed row. Differences up to those in `rounding` count as rounding."""
     is_other_T = replayed.gaps > rounding.score
     is_off_T = replayed.logprob_differences > rounding.logprob
     foreign = np.flatnonzero(is_other_T | is_off_T)
@@ -175,7 +179,10 @@ def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
 
 
 def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) -> str:
-    """Returns a phrase about what differs from token `first` on, and what this says about weights, noise or text."""
+    """Returns a phrase about what differs in a row from token `first` on. It hints at whether weights, noise or text differ.
+
+    `is_other_T` says where the sampled token differs by more than rounding, and `is_off_T` where the log-prob does.
+    """
     if not is_off_T.any():
         if is_other_T.sum() > 1:
             count = f"{is_other_T.sum()} of {len(is_other_T)} tokens"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the checkpoint of the policy version that made a row, and loads it as a transformers model."""
+"""Finds the checkpoint of the policy version that sampled a row, and loads it as a transformers model."""
 
 import copy
 import math
@@ -13,27 +13,34 @@ from nemo_specrollout.storage.model_folder import tensor_files, tensor_shapes
 from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 _IN_MEMORY = 2
-"""Number of policy versions that are in memory at a time. A row during which the weights changed needs two at once."""
+"""Number of policy versions that are in memory at a time. It is two because weights may change while a row is generated."""
 
 
 class Weights:
     """Finds and loads the weights of a run's policy versions.
 
-    Each policy version is loaded twice, once in the engine's precision, and once with the same numbers in a finer one.
+    Each policy version becomes two models. One computes in the engine's precision. The other has the same weight values, but
+    computes in a finer precision.
     """
 
     def __init__(self, run: RecordedRun, given: Mapping[int, Path], device: str) -> None:
-        """`given` has folders by policy version, which take precedence over the run's own. `device` has the models."""
+        """Keeps where to find weights. It loads none yet.
+
+        Args:
+            run: the run, whose checkpoints have the weights.
+            given: folders with weights by policy version. They take precedence over the run's checkpoints.
+            device: name of the torch device that gets the models.
+        """
         self._run = run
         self._given = given
         self._device = device
         self._policies: dict[tuple[str, int], tuple[Any, Any]] = {}
-        """Both models of the policy versions in memory, by dtype and version, the oldest first."""
+        """The coarse and the fine model of each policy version in memory, by dtype and version, in the order of loading."""
 
     def folder(self, version: int) -> str:
-        """Returns the Hugging Face folder of a policy version, or the name of the run's first policy on the Hub.
+        """Returns the Hugging Face folder of a policy version. For version 0 it may be the model's name on the Hub instead.
 
-        Raises ValueError with the reason and a fix if there is none.
+        Raises ValueError with the reason and a fix if there is no such folder.
         """
         if version in self._given:
             return str(hf_folder(self._given[version]))
@@ -50,7 +57,7 @@ class Weights:
         return str(hf_folder(checkpoint))
 
     def is_known(self, version: int) -> bool:
-        """Returns whether the weights of a policy version are available."""
+        """Tells whether the weights of a policy version are available."""
         try:
             self.folder(version)
         except ValueError:
@@ -58,11 +65,17 @@ class Weights:
         return True
 
     def coarse_model(self, engine_dtype: str, version: int) -> Any:
-        """Returns the model of a policy version in the precision of the engine. Raises ValueError and ConfigError."""
+        """Returns the model of a policy version, which computes in the engine's precision.
+
+        Raises ValueError if there is no folder or it cannot be loaded, and ConfigError if the device has too little memory.
+        """
         return self._policy(engine_dtype, version)[0]
 
     def fine_model(self, engine_dtype: str, version: int) -> Any:
-        """Returns the same model with the same weight values in a finer precision. Raises ValueError and ConfigError."""
+        """Returns the model of a policy version, which computes in a finer precision than the engine.
+
+        Its weights have the same values as in the engine's precision. Raises the same errors as `coarse_model`.
+        """
         return self._policy(engine_dtype, version)[1]
 
     def _policy(self, engine_dtype: str, version: int) -> tuple[Any, Any]:

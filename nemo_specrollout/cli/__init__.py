@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `nemo-specrollout`, with one short file for each subcommand."""
+"""The command-line program `nemo-specrollout`. Most of its commands have a module of their own."""

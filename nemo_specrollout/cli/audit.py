@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout audit`: computes rows of a run again, without an engine, and says whether the policy sampled them."""
+"""`nemo-specrollout audit`: computes some of a run's rows (samples) again, and says whether the policy sampled them.
+
+It uses transformers models instead of engines.
+"""
 
 import argparse
 import json
@@ -22,10 +25,10 @@ _SHOWN = 10
 
 
 def audit(parsed: argparse.Namespace) -> int:
-    """Audits rows of a run, prints the verdict, and keeps it beside the records for the report.
+    """Audits some rows of a run, prints the verdict, and saves it in the run's records, so that the run's report can show it.
 
-    Returns 0 if the policy has sampled every audited row, 1 if it has not sampled one of them, and 2 if no row could be
-    audited. Raises ConfigError for bad flags, and for a run without the records that an audit needs.
+    Returns the exit code. It is 0 if the policy sampled every audited row, 1 if it did not sample at least one of them, and 2
+    if no row could be audited. Raises ConfigError if a flag is wrong, or if the run lacks the records that an audit needs.
     """
     steps = _numbers(parsed.steps)
     if parsed.rows < 1:
@@ -58,7 +61,10 @@ def audit(parsed: argparse.Namespace) -> int:
 
 
 def _show(result: Mapping[str, Any], auditable: str) -> None:
-    """Prints the verdict and the figures on which it rests."""
+    """Prints the verdict of an audit and the figures on which it is based.
+
+    `result` is `Audit.as_json` with further keys, and `auditable` names the steps whose weights are available.
+    """
     console = Console(highlight=False, soft_wrap=True)
     color = "red" if result["rows_not_the_policys"] or not result["rows"] else "green"
     console.print(f"{result['verdict']}", style=f"bold {color}")
@@ -90,7 +96,7 @@ def _show(result: Mapping[str, Any], auditable: str) -> None:
 
 
 class _Progress:
-    """Reports from time to time how far the audit is."""
+    """Prints a line about the audit's progress every few seconds."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -99,11 +105,11 @@ class _Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since this object was made."""
         return time.monotonic() - self._began
 
     def row_done(self, done: int, total: int) -> None:
-        """Notes that `done` of `total` rows are audited, and prints a line if the last one was some seconds ago."""
+        """Notes that `done` of `total` rows are audited. Prints a line if the last line is `_EVERY_S` seconds old."""
         now = time.monotonic()
         if done == 1:  # the first row has loaded the policy
             self._loaded = now
@@ -115,7 +121,7 @@ class _Progress:
 
 
 def _numbers(text: str | None) -> list[int]:
-    """Returns the steps in a text such as "10,20". Raises ConfigError if it has anything else."""
+    """Returns the numbers of steps in a text such as "10,20", in rising order. Raises ConfigError if a part is no number."""
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     wrong = next((part for part in parts if not part.isdecimal()), None)
     if wrong is not None:
@@ -124,9 +130,10 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _given(texts: list[str], run: Any, steps: list[int]) -> dict[int, Path]:
-    """Returns the folders that `--weights` names, by policy version.
+    """Returns the folders that the flags `--weights` name, by policy version.
 
-    Raises ConfigError for a missing folder, or if it is not clear of which policy version its weights are.
+    `texts` are the values of the flags, and `steps` the steps to audit. Raises ConfigError if a folder is missing, or if it is
+    not clear which policy version a folder has.
     """
     found = {}
     for text in texts:

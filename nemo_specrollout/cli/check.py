@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout check`: validates a config and explains it. Loads torch only for a tokenizer in a local folder."""
+"""`nemo-specrollout check`: validates a config and explains what it means on this machine.
+
+It starts fast because it imports torch only if it has to load a tokenizer from a local folder.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -27,35 +30,35 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 @dataclass(frozen=True)
 class Subject:
-    """A config, and what `check` and `doctor` say about it."""
+    """A config, and what the commands `check` and `doctor` print about it."""
 
     tree: dict[str, Any]
     lines: list[tuple[str, str]]
-    """Names and sentences that describe the run."""
+    """The lines that describe the run, each as a name and a sentence."""
     block: SpecrolloutConfig
-    """The block, or `OFF` if it is off or the config has errors."""
+    """The config's block `policy.generation.specrollout`, or `OFF` if the block is off or the config has errors."""
     findings: list[Finding]
 
     @property
     def errors(self) -> list[str]:
-        """Reasons why the config cannot run."""
+        """The reasons why the config cannot run. Empty if it can run."""
         return [str(finding) for finding in self.findings if finding.kind == "error"]
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """Kind and sentence of each warning and note."""
+        """The warnings and notes about the config, each as its kind and its sentence."""
         return [(finding.kind, str(finding)) for finding in self.findings if finding.kind != "error"]
 
     @property
     def traps(self) -> list[MetTrap]:
-        """Known faults of vLLM and NeMo-RL that the config meets, or none for a config that cannot run."""
+        """The known faults of vLLM and NeMo-RL that can affect a run of the config. Empty if the config cannot run."""
         return [] if self.errors else known_traps(self.tree)
 
 
 def check(parsed: argparse.Namespace) -> int:
-    """Prints what the config means on this machine, and its errors, one per line.
+    """Prints what a config means on this machine, and what is wrong with it.
 
-    Returns the exit code, which is 0 if the config can run.
+    Returns the exit code, which is 0 if the config can run, and otherwise 2. Raises ConfigError if it cannot be read.
     """
     subject = describe_config(read_nemo_rl_config(parsed.config, parsed.overrides))
     unknown = ((finding.kind, str(finding)) for finding in unknown_overrides(parsed.config, parsed.overrides))
@@ -68,7 +71,7 @@ def check(parsed: argparse.Namespace) -> int:
 
 
 def _advice(subject: Subject) -> list[tuple[str, str]]:
-    """Returns advice from the records of the latest run in this config's log folder, if the block is on."""
+    """Returns lines with advice that follows from the latest run in the config's log folder. Empty if the block is off."""
     if subject.errors or not subject.block.enabled:
         return []
     log_dir = Path(str(at(subject.tree, "logger.log_dir", "logs")))
@@ -83,9 +86,9 @@ def _advice(subject: Subject) -> list[tuple[str, str]]:
 
 
 def read_nemo_rl_config(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Returns the tree of a config for NeMo-RL.
+    """Reads a config for NeMo-RL and returns it as nested dictionaries.
 
-    Raises ConfigError if the config cannot be read, or is one for local runs of the laboratory (`lab`).
+    Raises ConfigError if the config cannot be read, or if it is for a local run of the laboratory (`lab`) without NeMo-RL.
     """
     tree = load_config(path, overrides)
     check_runtime(tree)
@@ -93,13 +96,13 @@ def read_nemo_rl_config(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def check_runtime(tree: Tree) -> None:
-    """Raises ConfigError for a config of the laboratory, which has the runtime `local`."""
+    """Raises ConfigError if a config has the runtime `local`, which only the laboratory (`lab`) can run."""
     if runtime_of(tree) == "local":
         raise ConfigError("runtime: 'local'; use `specrollout-lab`, or set runtime=nemo_rl for a run in NeMo-RL")
 
 
 def describe_config(tree: dict[str, Any]) -> Subject:
-    """Returns what is known about a config for NeMo-RL, whether it can run or not."""
+    """Checks a config for NeMo-RL, and returns its description together with everything that was found wrong with it."""
     findings = check_nemo_rl(tree)
     block = OFF
     if not any(finding.kind == "error" for finding in findings):
@@ -114,7 +117,7 @@ def describe_config(tree: dict[str, Any]) -> Subject:
 
 
 def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding]:
-    """Yields an error if the block cannot take effect together with the config's arguments of vLLM."""
+    """Yields an error if the config's own arguments for vLLM contradict those that the block needs."""
     try:
         with_specrollout(at(tree, VLLM_KWARGS, {}), block, "cuda")
     except ValueError as error:
@@ -122,7 +125,7 @@ def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding
 
 
 def _ladder_faults(block: SpecrolloutConfig) -> Iterator[Finding]:
-    """Yields an error if the config names a file of decode speeds that a run could not read."""
+    """Yields an error if the block names a file of decode speeds that a run could not read."""
     try:
         ladder_of(block)
     except ConfigError as error:
@@ -130,9 +133,9 @@ def _ladder_faults(block: SpecrolloutConfig) -> Iterator[Finding]:
 
 
 def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:
-    """Yields an error if the tokenizer does not suit the prompts.
+    """Yields an error if the tokenizer has no end-of-text token, or its chat template fails for prompts like the run's.
 
-    A tokenizer in a local folder is loaded for this, if transformers is installed. Others are not checked.
+    It checks only a tokenizer in a local folder, and only if transformers is installed, because it has to load the tokenizer.
     """
     folder = Path(str(at(tree, "policy.tokenizer.name", at(tree, "policy.model_name"))))
     if not folder.is_dir() or find_spec("transformers") is None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program of several commands, with their table, parsing, and exit codes. A user's mistake is reported in one sentence."""
+"""Classes for a command-line program with several commands. They parse arguments, run a command, and choose the exit code.
+
+A mistake of the user is reported in one sentence instead of a stack trace.
+"""
 
 import argparse
 import errno
@@ -23,10 +26,10 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_NO_READER = 141
-"""Exit code if the reader of standard output has ended."""
+"""Exit code if standard output is a pipe whose reader has ended."""
 EXIT_TERMINATED = 143
 _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
-"""Errors of full, read-only or broken disks and of used-up quotas, after which finished work is kept."""
+"""Error numbers that mean that a disk is full, read-only or broken, or that a quota is used up."""
 _PATH_ERRORS = {
     errno.ENOENT,
     errno.EACCES,
@@ -37,13 +40,17 @@ _PATH_ERRORS = {
     errno.EEXIST,
     errno.ELOOP,
 }
-"""Errors of paths that the user named and that cannot be used."""
+"""Error numbers that mean that a path cannot be used, usually because the user named a wrong one."""
 Flag = tuple[str, dict[str, Any]]
-"""Name and options of one `argparse.ArgumentParser.add_argument` call."""
+"""The arguments of one call of `argparse.ArgumentParser.add_argument`: the flag's name, and the keyword arguments."""
 
 
 def flag(name: str, metavar: str | None, text: str, **options: Any) -> Flag:
-    """Returns a flag. A default is added to the help text, and gives the flag its type."""
+    """Returns a flag or a positional argument of a command.
+
+    `text` is its help text, and `options` are further arguments of `argparse.ArgumentParser.add_argument`. A default value is
+    also shown in the help text, and its type becomes the type of the flag.
+    """
     if options.get("default", "") not in ("", []):
         text += f" (default: {options['default']})"
         options.setdefault("type", type(options["default"]))
@@ -63,12 +70,15 @@ class Command:
     name: str
     text: str
     function: str
-    """`MODULE:FUNCTION`, which is imported when it is called. It takes the parsed arguments and returns the exit code."""
+    """The function to run, as `MODULE:FUNCTION`. It takes the parsed arguments and returns the exit code.
+
+    The module is imported only when the command runs.
+    """
     flags: tuple[Flag, ...] = ()
     extra: str = ""
-    """Extra of `pyproject.toml` whose packages the command needs."""
+    """Name of the extra in `pyproject.toml` whose packages the command needs, or empty."""
     in_scratch_folder: bool = False
-    """True if the command starts engines, so that its temporary files go into a folder that is removed at its end."""
+    """True if the command puts its temporary files into a folder that is removed at its end, because it starts engines."""
 
     def run(self, parsed: argparse.Namespace) -> int:
         return int(resolve_name(self.function)(parsed))
@@ -76,16 +86,20 @@ class Command:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, by the name that the user types."""
+    """A command-line program with several commands."""
 
     name: str
     text: str
     commands: tuple[Command, ...]
     installation: str
-    """Command that installs missing packages, in which `{extra}` stands for the extra of the user's command in brackets."""
+    """Shell command that installs missing packages. In it, `{extra}` stands for the `extra` of a command, in brackets."""
 
     def parse(self, arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
-        """Returns the command and its parsed arguments. Flags may precede key=value. Wrong arguments end the process."""
+        """Returns the command that the arguments name, and its parsed arguments. Wrong arguments end the process.
+
+        Flags may come before and after overrides such as `grpo.max_num_steps=3`. If `arguments` is None, those of the process
+        are taken.
+        """
         parser = argparse.ArgumentParser(prog=self.name, description=self.text, allow_abbrev=False)
         subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
         for command in self.commands:
@@ -102,7 +116,10 @@ class Program:
         return next(command for command in self.commands if command.name == parsed.command), parsed
 
     def run(self, arguments: list[str] | None) -> int:
-        """Runs a command, and returns its exit code."""
+        """Runs the command that the arguments name, and returns its exit code.
+
+        If the command fails by a mistake of the user or a fault of the machine, prints one sentence about it.
+        """
         for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks is shown by its number
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -125,9 +142,10 @@ class Program:
             return code
 
     def _lack(self, error: BaseException, command: Command) -> tuple[str, int] | None:
-        """Returns a sentence and an exit code if `error` is about a Python package that is not installed.
+        """Returns a sentence and an exit code if `error` says that a Python package is not installed, and otherwise None.
 
-        Returns None for any other error, for a missing module of this repository, and once NeMo-RL is loaded.
+        Also returns None if a module of this repository is missing, or if NeMo-RL was already imported, because these errors
+        deserve a stack trace.
         """
         package = str(getattr(error, "name", "")).partition(".")[0]
         ours = {module.partition(".")[0] for module in (__name__, command.function)}
@@ -139,7 +157,7 @@ class Program:
 
 
 def check_out(path: Path, name: str = "--out") -> None:
-    """Raises ConfigError, which begins with the flag `name`, if `path` cannot be written as a file."""
+    """Raises ConfigError if `path` cannot be written as a file. `name` is the flag by which the user named the path."""
     folder = path.absolute().parent
     is_no_file = (path.exists() and not path.is_file()) or not folder.is_dir()
     raise_first_mistake(
@@ -150,23 +168,23 @@ def check_out(path: Path, name: str = "--out") -> None:
 
 
 def use_threads(count: int = 1) -> None:
-    """Sets the number of OpenMP threads, unless the environment does. Call it before torch is loaded.
+    """Sets the number of OpenMP threads, unless the environment sets it. Must be called before torch is imported.
 
-    Threads of OpenMP wait for each other in a busy loop. So with two threads, any other load on the machine makes an engine
-    step ten times slower.
+    Threads of OpenMP wait for each other in a busy loop. So if an engine on a CPU has two threads, any other load on the
+    machine can make its steps ten times slower.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
 def _resolve_nemo_rl_dir() -> None:
-    """Makes NEMO_RL_DIR an absolute path for this process and its children. An empty value counts as unset."""
+    """Makes the environment variable NEMO_RL_DIR an absolute path, or deletes it if it is empty."""
     named = os.environ.pop(NEMO_RL_DIR, "")
     if named:
         os.environ[NEMO_RL_DIR] = os.path.abspath(os.path.expanduser(named))
 
 
 def _output_is_closed() -> bool:
-    """Returns whether standard output is a pipe whose reader has ended, as `head` does."""
+    """Tells whether standard output is a pipe whose reader has ended, for example `head`."""
     try:
         output = sys.stdout.fileno()
     except OSError:  # a stream in memory has no file descriptor
@@ -177,7 +195,10 @@ def _output_is_closed() -> bool:
 
 
 def _end_of(error: BaseException) -> tuple[str, int] | None:
-    """Returns the sentence and the exit code for an error that is not the program's fault, and None for any other."""
+    """Returns a sentence and an exit code if `error` is not the program's fault, and otherwise None.
+
+    Such errors are mistakes of the user, signals, and faults of disks.
+    """
     if isinstance(error, ConfigError):
         return str(error), EXIT_BAD_INPUT
     # Ray's own SIGTERM handler exits with the number of the signal.

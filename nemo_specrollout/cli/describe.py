@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences that describe what a config runs, for `check` and `doctor`. Does not load torch."""
+"""Writes the sentences with which the commands `check` and `doctor` describe the run of a config. It does not import torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,10 +42,15 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
 def describe_racing(racing: FastestOfNConfig | None, *, alike: bool, keeps: bool) -> str:
-    """Returns a sentence on moves and races.
+    """Returns a sentence that says when stragglers move to another engine or are raced.
 
-    `alike` means that all engines draft in the same way, and `keeps` that decode speeds are kept for the next start
-    (`learned.warm_start`).
+    A straggler is a request that still decodes when most others have ended. It is raced if several engines decode it, and the
+    first to end it wins.
+
+    Args:
+        racing: the section `fastest_of_n` of the block, if any.
+        alike: whether all engines have the same drafters. Then no engines race, because none would be faster.
+        keeps: whether the run saves decode speeds for its next start (`learned.warm_start`).
     """
     if racing is None or not racing.enabled:
         return "off: each engine does its own share of the requests, as NeMo-RL deals them out"
@@ -65,7 +70,7 @@ def describe_racing(racing: FastestOfNConfig | None, *, alike: bool, keeps: bool
 
 
 def sizes_in_words(model: Mapping[str, Any]) -> str:
-    """Describes the sizes of a model from its `config.json`."""
+    """Returns a phrase about the sizes of a model from its `config.json`, such as "36 layers, hidden 4096"."""
     names = {"num_hidden_layers": "{} layers", "hidden_size": "hidden {}", "vocab_size": "vocabulary {}"}
     return ", ".join(text.format(model[name]) for name, text in names.items() if name in model)
 
@@ -84,10 +89,14 @@ def _in_words(drafter: DrafterConfig) -> str:
 def describe_speculation(
     block: SpecrolloutConfig, native: Any, workers_place: str, *, begins_again: bool = False
 ) -> list[tuple[str, str]]:
-    """Returns names and sentences on drafters, budget and exactness.
+    """Returns lines about how a run drafts and verifies, each as a name and a sentence.
 
-    `native` is the user's `speculative_config`, if any. `workers_place` says in words where the run starts remote drafters.
-    With `begins_again`, `run_ahead` only serves requests that start over when weights change while they run.
+    Args:
+        block: the config's block `policy.generation.specrollout`.
+        native: the user's own `speculative_config` for vLLM, if any.
+        workers_place: phrase that says where the run starts remote drafters.
+        begins_again: whether requests start over when the weights change, as in asynchronous runs. `run_ahead` then does
+            nothing but keep their earlier texts as drafts.
     """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
@@ -163,7 +172,10 @@ def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:
 
 
 def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
-    """Returns names and sentences that describe a run in NeMo-RL, valid or not, or none if the config is malformed."""
+    """Returns lines that describe a run in NeMo-RL, each as a name and a sentence.
+
+    The config may have errors. But if it is malformed, so that its values cannot be read, the list is empty.
+    """
     if any(malformed(tree)):
         return []
     algorithm = next(name for name in ALGORITHMS if at(tree, name) is not None)
@@ -261,11 +273,10 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
 
 
 def _describe_family(tree: Tree, version: str | None, abilities: VllmAbilities) -> list[tuple[str, str]]:
-    """Returns lines about what drafts mean for the model's families and the run's options.
+    """Returns lines about how speculative decoding works for the policy's model families and the run's options.
 
-    If the host has to choose the drafts of each engine step, a line says why.
-
-    `version` is that of the engines' vLLM, or None if it is not known.
+    If the host has to choose the drafts of each engine step, because the device cannot, a further line says why. `version` is
+    the version of the engines' vLLM, or None if it is not known.
     """
     config = model_config(tree) or {}
     families = families_of(str(at(tree, "policy.model_name")), config)
@@ -281,7 +292,7 @@ def _describe_family(tree: Tree, version: str | None, abilities: VllmAbilities) 
 
 
 def graphs_in_words(tree: Tree, config: SpecrolloutConfig, abilities: VllmAbilities) -> str:
-    """Describes which CUDA graphs the block adds to vLLM's own, and why. Returns an empty string if it adds none."""
+    """Returns a sentence about the CUDA graphs that the block adds to vLLM's own, or an empty string if it adds none."""
     policy = abilities.policy
     sizes = added_graphs(at(tree, VLLM_KWARGS, {}), config, abilities)
     if not sizes:
@@ -319,9 +330,9 @@ def _describe_placement(tree: Tree) -> str:
 
 
 def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM schedules an engine step before the previous one has ended.
+    """Tells whether vLLM schedules an engine step before the previous one has ended, given the arguments of an engine.
 
-    vLLM's own n-gram drafts do not allow that.
+    By default it does, except with vLLM's own n-gram drafter.
     """
     given = vllm_kwargs.get("async_scheduling")
     native = vllm_kwargs.get("speculative_config")
@@ -330,9 +341,9 @@ def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
 
 
 def engine_in_words(vllm_kwargs: Mapping[str, Any], vllm: EngineVllm, *, on_gpu: bool, is_eager: bool) -> str:
-    """Returns a line about the engine, like the one that a run prints at its start.
+    """Returns a line about the version of an engine's vLLM, its scheduling and its CUDA graphs.
 
-    vLLM is not imported for it, because that would take too long.
+    It resembles the line that a run prints at its start, but is made without importing vLLM, because that would take too long.
     """
     compilation = vllm_kwargs.get("compilation_config")
     if is_asynchronous(vllm_kwargs):

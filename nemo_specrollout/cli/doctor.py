@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout doctor`: checks whether this package can work here, for a bug report. Never shows a stack trace."""
+"""`nemo-specrollout doctor`: checks whether this package can work on this machine, and collects facts for a bug report.
+
+An error in one of its checks becomes a line of the output instead of a stack trace.
+"""
 
 import argparse
 import json
@@ -37,9 +40,10 @@ Source = Callable[[], Iterable[Diagnosis]]
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Prints each section as soon as it is known, and writes all to the file of `--json`.
+    """Runs all checks, prints each section of results as soon as it is known, and writes all of them to the file of `--json`.
 
-    Returns 1 if a check failed, and otherwise 0. Raises ConfigError or OSError if the file of `--json` cannot be written.
+    Returns the exit code, which is 1 if a check failed, and otherwise 0. Raises ConfigError or OSError if the file of `--json`
+    cannot be written.
     """
     if parsed.json is not None:
         check_out(parsed.json, "--json")
@@ -68,7 +72,10 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def _in_nemo_rl(parsed: argparse.Namespace) -> int:
-    """Runs the same command in the environment of NeMo-RL's driver. Raises ConfigError."""
+    """Runs `doctor` with the same arguments in the Python environment of NeMo-RL's driver, and returns its exit code.
+
+    Raises ConfigError if NeMo-RL's checkout or `uv` is missing.
+    """
     arguments = [text for text in parsed.given if text != "--in-nemo-rl"]
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         command, variables = entry(arguments, Path(folder))
@@ -102,7 +109,7 @@ def _versions() -> Iterator[Diagnosis]:
 
 
 def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:
-    """Yields a section's diagnoses. An error during a check becomes a diagnosis too."""
+    """Yields the diagnoses of a section. If a check of `source` raises an error, yields a diagnosis about the error."""
     try:
         yield from source()
     except Exception as error:
@@ -111,9 +118,9 @@ def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:
 
 
 def diagnose_config(path: Path, overrides: list[str], variables: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
-    """Yields a diagnosis for each line and each error that `check` prints about a config, and for each missing model.
+    """Yields a diagnosis for each line that the command `check` would print about a config, and for each missing model.
 
-    `variables` are the environment variables of the run. They may forbid downloads.
+    `variables` are the environment variables of the run, which may forbid that it downloads a missing model.
     """
     try:
         subject = describe_config(read_nemo_rl_config(path, overrides))
@@ -137,7 +144,7 @@ def diagnose_config(path: Path, overrides: list[str], variables: Mapping[str, st
 
 
 def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:
-    """Prints a section as a table. Neighbours with the same result share a row."""
+    """Prints a section as a table. Successive diagnoses that differ only in their names share a row."""
     console.print(f"\n{section}", style="bold")
     boxed = console.is_terminal
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed, show_header=False)

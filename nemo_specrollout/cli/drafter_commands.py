@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout serve-drafter` and `publish-draft`: a remote drafter that the user starts, and new weights for it."""
+"""The commands `serve-drafter`, which runs a remote drafter, and `publish-draft`, which gives new weights to drafters.
+
+A remote drafter is a draft model in an engine of its own, which drafts for other engines.
+"""
 
 import argparse
 import time
@@ -19,13 +22,13 @@ if TYPE_CHECKING:
     from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport
 
 _LONGEST_PATH = 4095
-"""Longest path that Linux opens, in bytes."""
+"""Maximum length of a path that Linux can open, in bytes."""
 
 
 def serve_drafter(parsed: argparse.Namespace) -> int:
-    """Runs a remote drafter until it is interrupted.
+    """Runs a remote drafter until the user interrupts it, and shows its status meanwhile.
 
-    Raises ConfigError if the drafter cannot start. Most mistakes are found before anything is loaded.
+    Raises ConfigError if the drafter cannot start. It finds most mistakes before it loads the model.
     """
     check_listening_address("--address", parsed.address)
     shared_secret([parsed.address])
@@ -53,10 +56,11 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
 
 
 def publish_draft(parsed: argparse.Namespace) -> int:
-    """Publishes new weights to the folder `weights_from` or to running drafters at addresses. Returns the exit code.
+    """Gives remote drafters new weights, and returns 0.
 
-    Raises ConfigError if a drafter refuses the weights or does not answer, or if drafters that watch the folder would refuse
-    them. Such a drafter continues with its old weights.
+    It either copies the weights to the folder `weights_from`, which the drafters watch, or sends their path to drafters at
+    addresses. Raises ConfigError if a drafter refuses the weights or does not answer, or if drafters that watch the folder
+    would refuse them. A drafter that refuses new weights continues with its old ones.
     """
     drafter = _remote_drafter(load_config(parsed.config, parsed.overrides))
     if not 0 <= (parsed.version or 0) < 2**63:
@@ -94,7 +98,10 @@ def publish_draft(parsed: argparse.Namespace) -> int:
 
 
 def _publish_to_folder(drafter: RemoteDrafterConfig, into: str, weights: Path, version: int | None) -> int:
-    """Copies a checkpoint to the folder that the drafters watch. Raises ConfigError for one that they would refuse."""
+    """Copies the checkpoint `weights` to the folder `into`, which drafters watch. Returns 0.
+
+    Raises ConfigError if the drafters would refuse the checkpoint.
+    """
     from nemo_specrollout.storage import model_folder, weights_folder
 
     try:
@@ -114,9 +121,9 @@ def _publish_to_folder(drafter: RemoteDrafterConfig, into: str, weights: Path, v
 
 
 def _is_utf8(text: str) -> bool:
-    """Returns whether `text` can be encoded as UTF-8.
+    """Tells whether `text`, from the command line, can be encoded as UTF-8.
 
-    Python represents other bytes of the command line by lone surrogates, which cannot be encoded.
+    If the command line has bytes that are not UTF-8, Python represents them by lone surrogates, which cannot be encoded.
     """
     try:
         text.encode()
@@ -126,7 +133,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:
-    """Returns the drafter of type remote in a config. Raises ConfigError if it has none."""
+    """Returns the remote drafter that a config names. Raises ConfigError if it names none."""
     block = build(SpecrolloutConfig, at(tree, BLOCK_PATH) or {}, BLOCK_PATH)
     if block.remote is None:
         raise ConfigError(f"{BLOCK_PATH}.drafters: none of type remote; name one, with the folder of its model")

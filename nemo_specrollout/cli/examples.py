@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout examples`: copies the recipes and the cluster file out of the installed package for editing."""
+"""`nemo-specrollout examples`: copies the example configs (recipes) and the example cluster file into a folder of the user."""
 
 import argparse
 import shutil
@@ -8,11 +8,14 @@ from pathlib import Path
 from nemo_specrollout.config.strict import ConfigError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-"""Folder with the recipes for NeMo-RL and `cluster.example.yaml`."""
+"""Folder of this package that has the example configs for NeMo-RL, and `cluster.example.yaml`."""
 
 
 def copy_examples(parsed: argparse.Namespace) -> int:
-    """Copies the files, prints their paths, and returns 0. Raises ConfigError if one already exists."""
+    """Copies the example files into `parsed.folder`, prints their paths, and returns 0.
+
+    Raises ConfigError if the folder already has a file of that name.
+    """
     files = sorted(RECIPES.glob("*.yaml"))
     if present := [path for file in files if (path := parsed.folder / file.name).exists()]:
         raise ConfigError(f"{present[0]} exists; name another folder")

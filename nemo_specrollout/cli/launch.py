@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout launch`: starts a run on a Slurm cluster with NeMo-RL's own `ray.sub`. Does not load torch."""
+"""`nemo-specrollout launch`: checks a config and submits Slurm jobs that run it with NeMo-RL's own `ray.sub`.
+
+It does not import torch, which a login node may lack.
+"""
 
 import argparse
 import math
@@ -25,11 +28,11 @@ from nemo_specrollout.storage.files import LOCK, lock_folder, write_atomically
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Writes the run directory and submits `args.jobs` jobs. Returns 0 if Slurm accepted all of them.
+    """Writes the run directory and submits `args.jobs` jobs that continue the run one after another. Returns 0.
 
-    Raises ConfigError if the run cannot be launched, or Slurm does not accept a job. NeMo-RL adds checkpoints and logs to the
-    run directory. After the first submission the code in it stays the same, and only keys in `MAY_CHANGE` of the config may
-    change.
+    The run directory has the config, the job's script and a copy of this package. NeMo-RL adds checkpoints and logs to it. If
+    a job of this run was submitted before, the copy stays as it is, and the new config may differ from the old one only in the
+    keys `MAY_CHANGE`. Raises ConfigError if the run cannot be launched, or if Slurm does not accept a job.
     """
     counts = (("--nodes", args.nodes, 1), ("--extra-nodes", args.extra_nodes, 0), ("--jobs", args.jobs, 1))
     for name, count, least in counts:
@@ -72,7 +75,10 @@ def launch(args: argparse.Namespace) -> int:
 def _submit_all(
     run: Path, command: list[str], settings: slurm.ClusterSettings, jobs: int, known: list[str] | None
 ) -> None:
-    """Submits `jobs` jobs in addition to those that Slurm knows. Raises ConfigError if Slurm does not accept one."""
+    """Submits `jobs` jobs of a run. `known` are the ids of its earlier jobs, or None if Slurm did not tell them.
+
+    Raises ConfigError if Slurm does not accept a job.
+    """
     for number in range(jobs):
         try:
             job_id = submission.submit(run, command, settings, known)
@@ -87,7 +93,10 @@ def _submit_all(
 
 
 def _enter_checkout(nemo_rl: str) -> None:
-    """Lets configs inherit from those of the checkout `nemo_rl`, and prints a note if the shell names another one."""
+    """Sets NEMO_RL_DIR to the checkout `nemo_rl`, from whose configs a config can inherit.
+
+    Prints a note if NEMO_RL_DIR named another checkout.
+    """
     named = os.environ.get(NEMO_RL_DIR)
     os.environ[NEMO_RL_DIR] = nemo_rl
     if named and os.path.realpath(os.path.expanduser(named)) != os.path.realpath(nemo_rl):
@@ -96,9 +105,9 @@ def _enter_checkout(nemo_rl: str) -> None:
 
 
 def _container(settings: slurm.ClusterSettings, is_dry: bool) -> list[Finding]:
-    """Returns a note if a dry run does not find the container's file on this machine.
+    """Checks that the container's file exists, if the container is a path and not the name of an image.
 
-    Raises ConfigError if a real launch does not find it.
+    If the file is missing, a dry run (`is_dry`) returns a note about it, and a real launch raises ConfigError.
     """
     file = settings.container
     if not file.startswith("/") or os.path.isfile(file):
@@ -109,14 +118,14 @@ def _container(settings: slurm.ClusterSettings, is_dry: bool) -> list[Finding]:
 
 
 def _withheld() -> list[Finding]:
-    """Returns a note about variables of this shell that the job does not get."""
+    """Returns a note if this shell has variables that the job will not get, although the user may expect it."""
     names = slurm.withheld_variables()
     text = "of this shell is not handed to the job; write what the job needs into `environment` or `sbatch_args`"
     return [Finding(", ".join(names), text, "note")] if names else []
 
 
 def _checkpoints(tree: Mapping[str, Any], num_jobs: int) -> list[Finding]:
-    """Returns a warning if the run has no checkpoints. Raises ConfigError if its jobs need them."""
+    """Returns a warning if the config `tree` writes no checkpoints. Raises ConfigError if several jobs would need them."""
     if tree["checkpointing"].get("enabled"):
         return []
     if num_jobs > 1:
@@ -126,7 +135,10 @@ def _checkpoints(tree: Mapping[str, Any], num_jobs: int) -> list[Finding]:
 
 
 def gpus_beside(block: SpecrolloutConfig | None) -> int:
-    """Returns the GPUs that our actors take in addition to the GPUs of `cluster`, on all nodes together."""
+    """Returns how many GPUs the run needs beside those that the config gives to NeMo-RL, on all nodes together.
+
+    They are for this package's own actors, which are the trainer of the draft head and the remote drafters.
+    """
     if block is None:
         return 0
     trainer = block.draft_refresh.trainer_gpus if block.draft_refresh else 0
@@ -136,10 +148,15 @@ def gpus_beside(block: SpecrolloutConfig | None) -> int:
 
 
 def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int, extra_nodes: int) -> list[Finding]:
-    """Returns a note about the GPUs that NeMo-RL leaves to our actors.
+    """Checks the numbers of GPUs, and returns a note if NeMo-RL leaves some GPUs to this package's own actors.
 
-    `beside` is the number of GPUs that our actors need, and `present` the number in a node, or None if it is not known. Raises
-    ConfigError if the numbers do not fit, because `ray.sub` gives all GPUs of a node to Ray.
+    Raises ConfigError if the numbers do not fit, because `ray.sub` gives all GPUs of a node to Ray.
+
+    Args:
+        cluster: the config's section `cluster`, which says how many GPUs NeMo-RL takes.
+        present: number of GPUs that a node has, or None if it is not known.
+        beside: number of GPUs that this package's actors need, on all nodes together.
+        extra_nodes: number of nodes that the user has added for these actors.
     """
     taken = cluster["gpus_per_node"]
     nodes = cluster["num_nodes"]
@@ -166,10 +183,16 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int, e
 
 
 def _extra_nodes(taken: int, present: int, nodes: int, beside: int, extra_nodes: int) -> list[Finding]:
-    """Returns a note about the `extra_nodes` for our actors, which NeMo-RL does not count.
+    """Checks the number of nodes that are only for this package's own actors, and returns a note about them.
 
-    `taken` and `present` are the GPUs of a node that NeMo-RL takes and that the node has. `nodes` is the number of NeMo-RL's
-    nodes, and `beside` the number of GPUs that our actors need. Raises ConfigError if the numbers do not fit.
+    Raises ConfigError if the numbers do not fit.
+
+    Args:
+        taken: number of GPUs that NeMo-RL takes on each of its nodes.
+        present: number of GPUs that a node has.
+        nodes: number of NeMo-RL's nodes.
+        beside: number of GPUs that this package's actors need, on all nodes together.
+        extra_nodes: number of nodes that the user has added for these actors.
     """
     if taken > present:
         text = f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}"
@@ -185,12 +208,12 @@ def _extra_nodes(taken: int, present: int, nodes: int, beside: int, extra_nodes:
 
 
 def _was_submitted(run: Path) -> bool:
-    """Returns whether a job of this run was submitted, or has left a checkpoint."""
+    """Tells whether a job of this run was ever submitted. A checkpoint in the run directory shows it too."""
     return (run / SUBMISSIONS).is_file() or any(run.glob("checkpoints/step_*"))
 
 
 def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSettings) -> None:
-    """Raises ConfigError if a run of the config `tree` cannot start or resume in the folder `run`."""
+    """Raises ConfigError if the folder `run` cannot be the run directory of the config `tree`, or already has another run."""
     existing = next(p for p in (run, *run.parents) if p.exists())
     is_unknown = existing == run and existing.is_dir() and not (run / "job.sh").is_file()
     is_unknown = is_unknown and any(path.name != LOCK for path in existing.iterdir())
@@ -213,7 +236,7 @@ def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSet
 
 
 def _check_owner(run: Path) -> None:
-    """Raises ConfigError if another user owns a file of the run directory that a job of this user must write."""
+    """Raises ConfigError if this user may not write a file of the run directory that a job has to write."""
     for name in (SUBMISSIONS, LOCK, "slurm", "slurm/newest_start", "checkpoints", "logs"):
         path = run / name
         is_closed = path.exists() and not os.access(path, os.W_OK)
@@ -223,9 +246,10 @@ def _check_owner(run: Path) -> None:
 
 @contextmanager
 def _claimed(run: Path) -> Iterator[None]:
-    """Makes the run directory, and keeps other launches out of it. Folders in which nothing was written are removed again.
+    """Context in which the run directory exists and is locked, so that no other `launch` writes into it at the same time.
 
-    Raises ConfigError if another launch is at work there, because its job must not start with the files of this one.
+    If the launch fails before it has written anything, the folders that were made for it are removed. Raises ConfigError if
+    another launch has the lock.
     """
     made = [folder for folder in (run, *run.parents) if not folder.exists()]
     try:
@@ -246,9 +270,10 @@ def _claimed(run: Path) -> Iterator[None]:
 
 
 def _write(run: Path, config: str, script: str) -> None:
-    """Writes config and job script, and a copy of this package unless a submitted job uses it.
+    """Writes the config, the job's script and a copy of this package into the run directory.
 
-    If that fails, for example on a full disk, nothing of a new run is left behind.
+    The copy of an earlier launch is kept if a job that uses it was submitted. If a write fails, for example because the disk
+    is full, all files of a new run are removed.
     """
     is_new = not (run / "job.sh").is_file()
     try:

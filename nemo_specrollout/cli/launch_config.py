@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a launched run, both as it is written for the job and as the job will compute it."""
+"""Makes the config of a run that `launch` submits, both as text for the job and with the values that the job will compute."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,25 +24,31 @@ _KEYS_OF_FLAGS = {
     "logger.log_dir": "--run-dir",
 }
 _SAVE_MARGIN_S = 25 * 60
-"""Seconds between the last checkpoint and the time limit. They also cover the start-up before NeMo-RL's clock begins."""
+"""Seconds from the time after which NeMo-RL saves and stops to the job's time limit.
+
+They also have to cover the start of the job, because NeMo-RL begins to measure time only after it.
+"""
 
 
 @dataclass(frozen=True)
 class LaunchedConfig:
-    """A config for a job."""
+    """The config of a run that `launch` submits."""
 
     written: str
-    """YAML in which values such as ${oc.env:HF_HOME} are kept as the user wrote them, so that the job computes them."""
+    """The config as YAML. It keeps values such as ${oc.env:HF_HOME} as the user wrote them, so that the job computes them."""
     tree: dict[str, Any]
-    """The config with all values as the job will compute them, as far as the job's variables are known here."""
+    """The config with the values that the job will compute, as far as the job's environment variables are known here."""
     findings: list[Finding]
-    """Findings about values that are not known here."""
+    """Notes and warnings about values that depend on variables which are not known here."""
 
 
 def launched_config(
     path: Path, overrides: Sequence[str], settings: slurm.ClusterSettings, num_nodes: int, run: str
 ) -> LaunchedConfig:
-    """Returns the config for the run directory `run`. Raises ConfigError for a config that cannot be read or launched."""
+    """Reads the config at `path`, and returns it as a run in the run directory `run` needs it.
+
+    `num_nodes` is the number of NeMo-RL's nodes. Raises ConfigError if the config cannot be read or launched.
+    """
     _refuse_keys_of_flags(overrides)
     config = merge_config(path, overrides)
     variables = slurm.job_environment(settings)
@@ -55,7 +61,7 @@ def launched_config(
 
 
 def written_config(run: Path, settings: slurm.ClusterSettings) -> dict[str, Any]:
-    """Returns the config that an earlier launch wrote into `run`, with all values as a job would compute them.
+    """Returns the config that an earlier launch wrote into `run`, with the values that a job would compute.
 
     Raises ConfigError if it cannot be read.
     """
@@ -66,7 +72,11 @@ def written_config(run: Path, settings: slurm.ClusterSettings) -> dict[str, Any]
 def _computed(
     config: DictConfig, path: Path, overrides: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the values that a job with `variables` computes, and the unknown variable of each key that needs one."""
+    """Returns the values of a config that a job with the environment `variables` would compute, as nested dictionaries.
+
+    Also returns, for each key whose value needs a variable that is not among them, the name of this variable. `path` and
+    `overrides` are where the config comes from. Raises ConfigError if a value cannot be computed.
+    """
     with environment_variables(variables) as unknown:
         try:
             return resolve_config(config, path, overrides), unknown
@@ -78,7 +88,7 @@ def _computed(
 
 
 def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
-    """Returns a finding about each key that needs a variable which the job does not get from here."""
+    """Returns a note or a warning about each key whose value needs an environment variable that is not known here."""
     found = []
     for key, name in unknown.items():
         # Slurm gives each job its own values of these, and those of this shell are not passed on.
@@ -91,7 +101,7 @@ def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
 
 
 def _refuse_keys_of_flags(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for an override of a key that launch sets, also inside a block."""
+    """Raises ConfigError if an override sets a key that `launch` itself sets, be it directly or in a block of values."""
     for text in overrides:
         override = parse_override(text)
         for key, flag in _KEYS_OF_FLAGS.items():
@@ -101,7 +111,7 @@ def _refuse_keys_of_flags(overrides: Sequence[str]) -> None:
 
 
 def _decisions(tree: Mapping[str, Any], settings: slurm.ClusterSettings, num_nodes: int, run: str) -> dict[str, Any]:
-    """Returns the values that launch sets in the config, by key. Raises ConfigError if they do not fit the config."""
+    """Returns the values that `launch` sets in the config `tree`, by key. Raises ConfigError if they do not fit the config."""
     sections = {name: tree.get(name, {}) for name in ("cluster", "checkpointing", "logger")}
     for name, section in sections.items():
         raise_first_mistake("", (not isinstance(section, dict), name, f"expected a block of keys, got {section!r}"))
@@ -122,7 +132,11 @@ def _decisions(tree: Mapping[str, Any], settings: slurm.ClusterSettings, num_nod
 
 
 def _must_save_by(tree: Mapping[str, Any], time: str) -> str:
-    """Returns the time after which NeMo-RL saves and stops as DD:HH:MM:SS, which is the user's own if there is one."""
+    """Returns the time after which NeMo-RL saves and stops, as DD:HH:MM:SS.
+
+    It is the config's own value if there is one, and otherwise follows from the job's time limit `time`. Raises ConfigError if
+    the config's own value is not before the time limit.
+    """
     limit_s = slurm.seconds(time, "slurm.time")
     own_s = save_by_s(tree)
     if own_s is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of `nemo-specrollout COMMAND CONFIG [key=value ...]`, with the table of the commands."""
+"""Entry point of the program `nemo-specrollout`, with the table of its commands and their flags."""
 
 import sys
 from pathlib import Path
@@ -158,7 +158,7 @@ PROGRAM = Program(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command, and returns its exit code."""
+    """Runs the command that `arguments` name, by default those of this process, and returns its exit code."""
     return PROGRAM.run(arguments)
 
 

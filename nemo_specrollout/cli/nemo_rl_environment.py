@@ -14,10 +14,10 @@ from nemo_specrollout.nemo_rl.code_folder import NUMBA_CACHE, PYTHONPATH, code_f
 
 
 def entry(arguments: Sequence[str], folder: Path) -> tuple[list[str], Mapping[str, str]]:
-    """Returns a command line that runs our command with `arguments` in NeMo-RL's Python, and the environment variables for it.
+    """Returns a command line that runs `nemo-specrollout` with `arguments` in NeMo-RL's Python, and its environment variables.
 
-    Prints the command line. A copy of our code for NeMo-RL's Pythons is made in `folder`. Raises ConfigError if NeMo-RL's
-    checkout or `uv` is missing, in which case nothing is written.
+    It prints the command line, and copies this package into `folder`, where NeMo-RL's Python environments find it. Raises
+    ConfigError if NeMo-RL's checkout or `uv` is missing.
     """
     project = _checkout()
     if shutil.which("uv") is None:

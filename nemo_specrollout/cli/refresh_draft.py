@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout refresh-draft`: trains a draft head for a policy, or refreshes one. Its flags need no torch."""
+"""`nemo-specrollout refresh-draft`: trains a new draft head for a policy, or trains an existing one further.
+
+It imports torch only after it has checked its flags.
+"""
 
 import argparse
 import dataclasses
@@ -21,20 +24,21 @@ if TYPE_CHECKING:
     from nemo_specrollout.heads.refresh.candidate import Judgement
 
 EXIT_REFUSED = 3
-"""Exit code if the gate refused the new head."""
+"""Exit code if the publish gate refused the trained head."""
 _FIELDS = {field.name: field for field in dataclasses.fields(RefreshOptions)}
 _EXCLUSIVE = (
     ("steps", "minutes", "--steps and --minutes are both given"),
     ("draft", "draft_vocab", "--draft-vocab belongs to a new head, and --draft has its own"),
     ("draft", "layer_ids", "--layer-ids belong to a new head, and --draft has its own"),
 )
-"""Pairs of options that exclude each other, with the reason."""
+"""Pairs of fields of `RefreshOptions` that exclude each other, with the reason."""
 
 
 def refresh_draft(parsed: argparse.Namespace) -> int:
-    """Trains or refreshes a draft head. Returns 0 if the head is at --out, and 3 if the publish gate refused it.
+    """Trains a new draft head, or an existing one further, and saves it at `--out` if it passes the publish gate.
 
-    Raises ConfigError for a flag or a file that cannot be used, and KeyboardInterrupt if it is interrupted.
+    Returns the exit code, which is 0 if the head was saved, and 3 if the gate refused it. Raises ConfigError if a flag or a
+    file cannot be used, and KeyboardInterrupt if the user interrupts it.
     """
     options = _options_of(parsed)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else competes for the cores
@@ -57,7 +61,7 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
 
 
 def _options_of(parsed: argparse.Namespace) -> RefreshOptions:
-    """Returns the parsed flags as `RefreshOptions`. Raises ConfigError with flag, value and fix."""
+    """Returns the parsed flags as `RefreshOptions`. Raises ConfigError with the flag, its value and a fix if one is wrong."""
     given = {name: getattr(parsed, name) for name in _FIELDS if getattr(parsed, name) is not None}
     try:
         options = build(RefreshOptions, {name: _value(name, value) for name, value in given.items()}, "")
@@ -77,7 +81,7 @@ def _flag_of(name: str) -> str:
 
 
 def _flag(name: str, field: dataclasses.Field[Any]) -> Flag:
-    """Returns the flag of a field of `RefreshOptions`."""
+    """Returns the flag of the command line that sets a field of `RefreshOptions`."""
     options: dict[str, Any] = {"nargs": "+"} if name == "rollouts" else {}
     if "bool" in str(field.type):
         options["action"] = "store_true"
@@ -92,7 +96,10 @@ REFRESH_FLAGS = tuple(_flag(name, field) for name, field in _FIELDS.items())
 
 
 def _value(name: str, given: Any) -> Any:
-    """Converts the text of a flag to the type of its field. What cannot be converted is refused later by `build`."""
+    """Converts the text of a flag to the type of its field in `RefreshOptions`.
+
+    Returns a text that cannot be converted as it is, so that `build` refuses it later.
+    """
     if name == "layer_ids":
         return [int(i) if i.strip().lstrip("-").isdecimal() else i for i in given.split(",")]
     if "int" in str(_FIELDS[name].type) and isinstance(given, str) and given.lstrip("-").isdecimal():
@@ -101,7 +108,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 class TerminalView:
-    """Output for the user, with bars on a terminal, lines of text everywhere, and a final table."""
+    """Prints the output of `refresh-draft`: lines of text, progress bars on a terminal, and a table at the end."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -114,22 +121,22 @@ class TerminalView:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Shows `text` while the `with` block runs."""
+        """Shows `text` with a spinner on a terminal while the `with` block runs."""
         with self.console.status(text):
             yield
 
     @contextmanager
     def bar(self, text: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-        """Shows a progress bar while the `with` block runs.
+        """Shows a progress bar on a terminal while the `with` block runs.
 
-        Yields the function that moves the bar: `move(done)`, or `move(done, total=..., description=...)`.
+        Yields the function that moves the bar. It is called as `move(done)` or `move(done, total=..., description=...)`.
         """
         with progress_bar(self.console) as progress:
             task = progress.add_task(text, total=total)
             yield lambda done, **changes: progress.update(task, completed=done, **changes)
 
     def judged(self, judgement: "Judgement") -> None:
-        """Prints a table of the acceptance on held-out prompts before and after the refresh, by draft position."""
+        """Prints a table of the head's acceptance rates on held-out prompts, before and after the training."""
         before = judgement.before
         after = judgement.after
         measured = [after] if before is None else [before, after]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout report`: writes the report and the picture of a run, which several jobs may have made."""
+"""`nemo-specrollout report`: writes the report and the picture of a run, which may consist of several jobs."""
 
 import argparse
 
@@ -11,9 +11,10 @@ from nemo_specrollout.reports.starts import RunOfStarts
 
 
 def report(parsed: argparse.Namespace) -> int:
-    """Writes `report.html` and `picture.png` of a run, even while it runs. Prints their paths and the starts of the run.
+    """Writes `report.html` and `picture.png` of a run, which may still be going on. Returns 0.
 
-    Raises ConfigError if the folder is no run directory, or its files are damaged.
+    Prints the paths of both files, the status of the run, its starts if there are several, and advice on settings that would
+    make it faster. Raises ConfigError if the folder is no run directory, or if its files are damaged.
     """
     run = read_run(find_folders(parsed.run_dir))
     # The charts' packages, which may be missing, are imported after the folder was checked.

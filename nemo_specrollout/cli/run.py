@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout run`: runs or resumes a training in NeMo-RL."""
+"""`nemo-specrollout run`: runs NeMo-RL's training script with this package in effect, or resumes it from a checkpoint."""
 
 import argparse
 import os
@@ -22,13 +22,16 @@ from nemo_specrollout.reports.start_facts import BEGAN, NAME_OF_START
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs NeMo-RL's own script with our block in effect, and returns the exit code.
+    """Runs NeMo-RL's own script with the block `policy.generation.specrollout` in effect, and returns the exit code.
 
-    The run resumes from `checkpointing.checkpoint_dir`. If this Python has no NeMo-RL, this process becomes the same command
-    in the environment of NeMo-RL's driver. The exit code is 0 if the script has ended without an error. In this case the file
-    `parsed.when_done` is made if the run is complete, but not if its time was up. After an error of the run, the last line of
-    the output says how to continue, and the exit code is `EXIT_LOST` if Ray has lost a process. In a job of `launch`, the
-    process ends when a later start of the job has taken over the run. Raises ConfigError for a config that cannot run.
+    If `checkpointing.checkpoint_dir` has a checkpoint, the run resumes from it. If this Python has no NeMo-RL, the process is
+    replaced by the same command in the environment of NeMo-RL's driver. In a job of `launch`, the process ends as soon as a
+    later start of the job has taken over the run.
+
+    The exit code is 0 if the script ends without an error. If the run is then complete, the function makes the file
+    `parsed.when_done`. It does not make the file if only the time of the job was up. If the script fails, the function prints
+    how to continue the run. The exit code is then `EXIT_LOST` if Ray has lost a process, and otherwise `EXIT_FAILED`. Raises
+    ConfigError if the config cannot run.
     """
     os.environ.setdefault(BEGAN, str(int(time.time())))  # the value survives the change to NeMo-RL's environment
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
@@ -59,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _how_to_go_on(tree: Tree) -> str:
-    """Returns a sentence for the user about how to continue a run that has ended with an error, such as a lost node."""
+    """Returns a sentence for the user that says how to continue a run that has ended with an error."""
     newest = newest_step(tree)
     command = "`nemo-specrollout launch` line" if NAME_OF_START in os.environ else "command"
     if newest == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the length of a run and the time after which NeMo-RL saves and stops, and finds out whether a run is complete."""
+"""Reads from a config how long its run is and when NeMo-RL saves and stops, and finds out whether a run is complete."""
 
 import re
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from nemo_specrollout.config.strict import ConfigError
 MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
 LENGTH_KEYS = {f"{name}.{key}" for name in ALGORITHMS for key in ("max_num_steps", "max_num_epochs")}
 MAY_CHANGE = LENGTH_KEYS | {MUST_SAVE_BY}
-"""Keys that may differ when a run is resumed, which are those of its length and of the end of each job."""
+"""Keys of a config whose values may change when its run is resumed. They set the run's length and the end of each job."""
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """The bounds of a run, which ends at the first one that it reaches. None means no bound."""
+    """The number of steps and the number of epochs after which a run ends, whichever comes first. None means no limit."""
 
     steps: int | None
     epochs: int | None
 
     @property
     def name(self) -> str:
-        """Returns a name for a file, which differs between lengths."""
+        """A part of a file name, such as "100-steps-2-epochs". It differs between lengths."""
         return f"{self.steps}-steps-{self.epochs}-epochs"
 
 
 def length_of(tree: Tree) -> RunLength:
-    """Returns the length that a config gives its run."""
+    """Returns how long a run of the config is, from the section of its algorithm, such as `grpo`."""
     # Of several blocks the last one counts, as for the script that runs.
     block = next((name for name in reversed(ALGORITHMS) if at(tree, name)), "grpo")
     steps, epochs = (at(tree, f"{block}.{key}") for key in ("max_num_steps", "max_num_epochs"))
@@ -37,16 +37,16 @@ def length_of(tree: Tree) -> RunLength:
 
 
 def values_of_a_job(tree: Tree) -> list[str]:
-    """Returns the values that a config has for the keys in `MAY_CHANGE`, as overrides for the command line of a job."""
+    """Returns the config's values of the keys in `MAY_CHANGE`, as overrides `key=value` for the command line of a job."""
     blocks = {key: at(tree, key.rpartition(".")[0]) for key in sorted(MAY_CHANGE)}
     names = [key for key, block in blocks.items() if isinstance(block, dict) and key.rpartition(".")[2] in block]
     return [f"{key}={'null' if at(tree, key) is None else at(tree, key)}" for key in names]
 
 
 def save_by_s(tree: Tree) -> int | None:
-    """Returns the seconds of training after which NeMo-RL saves and stops, or None without a limit.
+    """Returns the seconds of training after which NeMo-RL saves and stops, or None if the config sets no such limit.
 
-    Raises ConfigError if the config's value is not DD:HH:MM:SS.
+    Raises ConfigError if the config's value is not of the form DD:HH:MM:SS.
     """
     own = at(tree, MUST_SAVE_BY)
     if own is None:
@@ -59,20 +59,24 @@ def save_by_s(tree: Tree) -> int | None:
 
 
 def newest_step(tree: Tree) -> int:
-    """Returns the step of the newest checkpoint of a run, or 0 if there is none."""
+    """Returns the step of the newest checkpoint in the config's checkpoint folder, or 0 if there is none."""
     folder = Path(str(at(tree, "checkpointing.checkpoint_dir", "")))
     numbers = (path.name.removeprefix("step_") for path in folder.glob("step_*"))
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def is_complete(tree: Tree, made_steps: int, elapsed_s: float) -> bool:
-    """Returns whether NeMo-RL, which returned without an error after `elapsed_s` seconds, has certainly completed the run.
+    """Tells whether NeMo-RL has certainly completed the run, if its script has ended without an error.
 
-    NeMo-RL also returns without an error when the time `checkpoint_must_save_by` is up. It then stops after the first step at
-    which the time of its training loop so far, plus the mean time of a step, reaches that limit. The loop began later than the
-    process, and its `made_steps` steps took no longer than the process did. So if `elapsed_s` plus `elapsed_s / made_steps` is
-    below the limit, NeMo-RL was not stopped by time. Without any step the answer is False, because NeMo-RL's asynchronous loop
-    returns without an error if it cannot start.
+    NeMo-RL also ends without an error when the time `checkpoint_must_save_by` is up. It then stops after the first step at
+    which the time of its training loop so far, plus the mean time of a step, reaches that limit. This sum is at most
+    `elapsed_s` plus `elapsed_s / made_steps`. So if that is below the limit, NeMo-RL was not stopped by time. If no step was
+    made, the result is False, because NeMo-RL's asynchronous loop ends without an error if it cannot start.
+
+    Args:
+        tree: the config of the run.
+        made_steps: number of steps that the script has made.
+        elapsed_s: seconds that the script has run, which include the start before the training loop.
     """
     limit_s = save_by_s(tree)
     return made_steps > 0 and (limit_s is None or elapsed_s * (1 + 1 / made_steps) < limit_s)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a driver whose run was taken over by a later start of the run's job, and tells the job how a driver has ended.
+"""Ends the driver of a run as soon as a later start of the run's job has taken over the run.
 
-A node that loses its network continues to compute, while Slurm considers it dead and starts the job again on other nodes. If
-the node still reaches the shared disk, two drivers write checkpoints of one run. So each start of the job writes its name into
-a file of the run directory, and the driver of an earlier start ends as soon as it reads another name than its own.
+If a node loses its network, Slurm considers it dead and starts the job again on other nodes. But the node continues to
+compute, and if it still reaches the shared disk, two drivers write checkpoints of the same run. So each start of the job
+writes its name into a file of the run directory. The driver of an earlier start ends when it reads a name there that is not
+its own.
 """
 
 import os
@@ -16,19 +17,20 @@ from pathlib import Path
 from nemo_specrollout.reports.start_facts import NAME_OF_START
 
 FILE = "SPECROLLOUT_NEWEST_START"
-"""Variable with the path of this file. The job's script sets it. Older copies of the code in run directories ignore it."""
+"""Environment variable with the path of the file that has the name of the newest start. The job's script sets it."""
 INTERVAL_S = 10.0
-"""Seconds between two checks of the file, which is short compared with a start of container, Ray and engines."""
+"""Seconds between two reads of the file with the newest start's name. A new start takes far longer to begin its training."""
 EXIT_TAKEN_OVER = 75
-"""Exit code of a driver whose run was taken over, EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a driver whose run was taken over by a later start. In sysexits.h it is EX_TEMPFAIL."""
 EXIT_LOST = 69
-"""Exit code of a run that has lost a process or a node, EX_UNAVAILABLE of sysexits.h. The job's script reads it."""
+"""Exit code of a run that has lost a process or a node. In sysexits.h it is EX_UNAVAILABLE. The job's script acts on it."""
 
 
 def watch(environment: Mapping[str, str], interval_s: float = INTERVAL_S) -> None:
-    """Starts a thread that ends this process when the file has another name than this start's.
+    """Starts a thread that ends this process as soon as a later start of the run's job has taken over the run.
 
-    It does nothing for a run that `launch` has not started, and it keeps trying where the file cannot be read.
+    The thread reads the file that the environment variable `FILE` names, every `interval_s` seconds. If the file cannot be
+    read, the thread tries again. Without this variable, as in a run that `launch` did not start, there is no thread.
     """
     file, own = environment.get(FILE), environment.get(NAME_OF_START)
     if file and own:
@@ -45,7 +47,7 @@ def _end_if_taken_over(file: Path, own: str, interval_s: float) -> None:
 
 
 def _read(file: Path) -> str:
-    """Returns the name in the file, or "" if it has none or the disk does not answer."""
+    """Returns the name of a start that is written in `file`, or "" if there is none or the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

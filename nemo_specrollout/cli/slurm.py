@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a cluster's settings for `launch`, and makes the job script and the `sbatch` line of a run.
+"""Reads the settings of a Slurm cluster for `launch`, and writes the job script and the `sbatch` command of a run.
 
-NeMo-RL's `ray.sub` does the rest.
+The job script runs NeMo-RL's `ray.sub`, which starts Ray on the nodes and then the driver.
 """
 
 import dataclasses
@@ -36,21 +36,21 @@ VARIABLES = {
     "mounts": "MOUNTS",
     "setup_command": "SETUP_COMMAND",
 }
-"""The environment variable of each setting. If NeMo-RL or Slurm has a name for such a variable, it is that name."""
+"""The environment variable for each setting of a cluster. Most of these variables have a meaning for NeMo-RL or Slurm too."""
 CLUSTER_FLAGS = {
     "account": "Slurm account",
     "partition": "Slurm partition",
     "time": "time limit of one job, such as 4:00:00",
     "container": "image or .sqsh file of NeMo-RL's container",
 }
-"""Flags of `launch`, with their help."""
+"""Flags of `launch` that give settings of the cluster, with their help texts."""
 _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")
 _NOT_IN_A_FOLDER = re.compile(r"[^\w/.+@=~^-]")
-"""Characters that mean something to a shell, separate mounts, or begin one of Slurm's patterns, such as %j."""
+"""Characters that a folder's path may not have, because they are special to a shell, in mounts, or in Slurm's patterns."""
 _NOT_IN_A_CONTAINER = re.compile(r"[\s*?\[\]]")
 _TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"}
 _OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SPANK|PMI|PMI2|PMIX)_.*")
-"""Variables that Slurm sets in an allocation, and variables that stand for options of its commands. A job gets its own."""
+"""Environment variables that Slurm sets in an allocation, or that stand for options of its commands. A job gets its own."""
 _OF_THIS_MACHINE = {
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -61,11 +61,11 @@ _OF_THIS_MACHINE = {
     "HOSTNAME",
     "XDG_RUNTIME_DIR",
 }
-"""Variables whose values are only valid on one machine."""
+"""Environment variables whose values are only valid on one machine."""
 _ON_EVERY_MACHINE = {"HOSTNAME", "XDG_RUNTIME_DIR"}
-"""Those of these variables that every login shell sets, so that users need no note about them."""
+"""Variables of `_OF_THIS_MACHINE` that every login shell sets. Users need no note that the job does not get them."""
 _MEANT = _OF_THIS_MACHINE | {"SLURM_CLUSTERS"}
-"""Withheld variables, in addition to SBATCH_*, that a user may have set on purpose."""
+"""Variables that a user may have set on purpose, although the job does not get them. Variables SBATCH_* are others."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -80,33 +80,35 @@ _UNSET_IN_THE_JOB = " ".join(re.findall(r"^unset (.+)", _JOB.template, re.MULTIL
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Settings of a cluster and its NeMo-RL. Paths are absolute.
+    """The settings of a Slurm cluster and of the NeMo-RL on it. All paths are absolute.
 
-    No value may have special characters, because `ray.sub` writes values into scripts without quotes.
+    Names and paths may not have special characters, because `ray.sub` writes them into scripts without quotes.
     """
 
     account: str
     partition: str
     time: str
-    """Time limit of one job, as Slurm writes it."""
+    """Time limit of one job in Slurm's form, such as 4:00:00."""
     container: str
-    """NeMo-RL's container: an image name or a .sqsh file."""
+    """NeMo-RL's container, which is the name of an image or the path of a .sqsh file."""
     nemo_rl: str
-    """NeMo-RL checkout, at the container's commit, on a file system that all nodes see."""
+    """Folder of a checkout of NeMo-RL, at the same commit as in the container, on a file system that all nodes see."""
     gpus_per_node: int | None = bounded(None, low=1)
-    """Number of all GPUs of one node, by default the config's `cluster.gpus_per_node`."""
+    """Number of GPUs that one node has. If None, it is `cluster.gpus_per_node` of the config."""
     mounts: tuple[str, ...] = ()
-    """`SOURCE:TARGET` folders of the container, in addition to the run directory and NeMo-RL."""
+    """Folders that the container mounts in addition to the run directory and NeMo-RL's checkout, each as `SOURCE:TARGET`."""
     setup_command: str = ""
     """Shell commands that each node runs in the container before Ray starts."""
     sbatch_args: tuple[str, ...] = ()
-    """More arguments for `sbatch`, e.g. `--gres=gpu:8`."""
+    """Further arguments for `sbatch`, such as `--gres=gpu:8`."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Variables of every process of the job, e.g. `HF_HOME`. They are written into the run directory, so none may be a secret.
+    """Environment variables for every process of the job, such as `HF_HOME`.
+
+    They are written into the run directory, so they may not contain secrets.
     """
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for a value that Slurm or `ray.sub` cannot handle."""
+        """Raises ConfigError if Slurm or `ray.sub` cannot handle a value. Messages name a setting by `path` and its name."""
         check_folder(self.nemo_rl, f"{path}.nemo_rl")
         raise_first_mistake(path, *self._mistakes())
         for part in (part for mount in self.mounts for part in mount.split(":")):
@@ -139,9 +141,10 @@ class ClusterSettings:
 
 
 def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> ClusterSettings:
-    """Returns the settings. Each comes from `flags`, or else from `file`, or else from the environment.
+    """Returns the settings of the cluster from the flags of `launch`, the cluster file and the environment variables.
 
-    Raises ConfigError for a setting that is missing or not valid.
+    A flag takes precedence over the file, and the file over an environment variable. Raises ConfigError if a setting is
+    missing or not valid.
     """
     environment = {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
     values: dict[str, Any] = {**environment, **_read_file(file), **{k: v for k, v in flags.items() if v}}
@@ -159,7 +162,7 @@ def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> Cluster
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Loads every value as text, except null. YAML itself would read the time 4:00:00 as the number 14400."""
+    """YAML loader that reads every value except null as text. YAML itself would read the time 4:00:00 as the number 14400."""
 
 
 _TextLoader.add_implicit_resolver("null", re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
@@ -167,7 +170,10 @@ _TextLoader.add_constructor("null", lambda loader, node: None)
 
 
 def _read_file(file: Path | None) -> dict[str, Any]:
-    """Returns the values of the cluster file, without the keys that have none. Raises ConfigError."""
+    """Returns the values in the cluster file by key, without keys that have no value. Empty if `file` is None.
+
+    Raises ConfigError if the file cannot be read, or has an unknown key.
+    """
     if file is None:
         return {}
     try:
@@ -185,12 +191,15 @@ def _read_file(file: Path | None) -> dict[str, Any]:
 
 
 def absolute(path: str | Path) -> str:
-    """Returns the absolute path without resolving links, because a link's target may have another name on the nodes."""
+    """Returns the absolute path of `path`. Links are not resolved, because their targets may have other paths on the nodes."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def check_folder(path: str, field: str) -> None:
-    """Raises ConfigError for a path that is no plain shell word, because `ray.sub` writes it into scripts without quotes."""
+    """Raises ConfigError if a path has special characters, because `ray.sub` writes it into scripts without quotes.
+
+    `field` is the name of the setting in the message.
+    """
     _refuse(_NOT_IN_A_FOLDER, path, field)
 
 
@@ -202,7 +211,10 @@ def _refuse(characters: re.Pattern[str], value: str, field: str) -> None:
 
 
 def seconds(time: str, field: str) -> int:
-    """Returns the seconds of a Slurm time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Raises ConfigError."""
+    """Returns the seconds of a time limit that is written as M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Raises ConfigError if `time` has another form or is 0. `field` is the name of the setting in the message.
+    """
     match = _TIME.fullmatch(time)
     parts = [int(part) for part in match["parts"].split(":")] if match else [0]
     days = int(match["days"]) if match and match["days"] else None
@@ -214,7 +226,11 @@ def seconds(time: str, field: str) -> int:
 
 
 def submission_environment() -> dict[str, str]:
-    """Returns the variables of this shell that sbatch and the job get, without those of an allocation or this machine."""
+    """Returns the environment variables of this process that `sbatch` and the job get.
+
+    They do not get variables of a Slurm allocation in which this process may run, nor variables that are only valid on this
+    machine.
+    """
     return {
         name: value
         for name, value in os.environ.items()
@@ -223,23 +239,26 @@ def submission_environment() -> dict[str, str]:
 
 
 def options_of_another_cluster(settings: ClusterSettings) -> list[str]:
-    """Returns the options by which the user names another cluster than the login node's, such as `--clusters=big`."""
+    """Returns those of `sbatch_args` that name another cluster than the login node's, such as `--clusters=big`."""
     return [argument for argument in settings.sbatch_args if argument.startswith(("-M", "--cluster"))]
 
 
 def question_environment() -> dict[str, str]:
-    """Returns the variables for commands that query Slurm, without the user's filters and formats, such as SQUEUE_STATES."""
+    """Returns the environment variables for commands that query Slurm, such as `squeue`.
+
+    Variables such as SQUEUE_STATES are left out, because they would filter the output or change its format.
+    """
     return {k: v for k, v in submission_environment().items() if not k.startswith(("SQUEUE_", "SINFO_"))}
 
 
 def job_environment(settings: ClusterSettings) -> dict[str, str]:
-    """Returns the variables of the job's driver, as far as they are known here. The container and Slurm may set more."""
+    """Returns the environment variables that the job's driver will have, except those that the container or Slurm will set."""
     kept = {name: value for name, value in submission_environment().items() if name not in _UNSET_IN_THE_JOB}
     return {**kept, **_own_variables(settings)}
 
 
 def withheld_variables() -> list[str]:
-    """Returns the names of variables of this shell that the job does not get, although the user may have meant it to."""
+    """Returns the names of this process's environment variables that the job does not get, although the user may expect it."""
     own = set(os.environ) - set(submission_environment()) - set(VARIABLES.values()) - _ON_EVERY_MACHINE
     return sorted(name for name in own if name in _MEANT or name.startswith("SBATCH_"))
 
@@ -249,13 +268,19 @@ def _own_variables(settings: ClusterSettings) -> dict[str, str]:
 
 
 def job_name(run: str) -> str:
-    """Returns the name of a run directory's jobs. It is unique, so that `singleton` runs them one after another."""
+    """Returns the name that all jobs of the run directory `run` have, and no other jobs.
+
+    Slurm's option `--dependency=singleton` runs jobs of the same name one after another.
+    """
     word = re.sub(r"[^A-Za-z0-9._-]", "-", Path(run).name)
     return f"specrollout-{word}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
 
 
 def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[str]:
-    """Returns the command that submits a job, with all options, because SBATCH_* variables overrule those in a script."""
+    """Returns the command that submits a job of the run directory `run` for `num_nodes` nodes.
+
+    It has all options of the job, because an environment variable SBATCH_* would overrule an option in the job's script.
+    """
     return [
         "sbatch",
         "--parsable",
@@ -276,10 +301,17 @@ def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[
 
 
 def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, tree: Tree, script: str) -> str:
-    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout, and `tree` is the config.
+    """Returns the text of a job's script.
 
-    It contains the run's length and the time of the last checkpoint, because a later launch may write other values into
-    config.yaml while this job waits.
+    The script repeats the config's values of the keys in `MAY_CHANGE`, which are the run's length and the time of the last
+    checkpoint. A later launch may write other values into `config.yaml` while the job waits.
+
+    Args:
+        settings: the settings of the cluster.
+        run: the run directory.
+        gpus_per_node: number of GPUs that a node has.
+        tree: the config.
+        script: the training script of NeMo-RL, relative to NeMo-RL's checkout.
     """
     length = length_of(tree)
     mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]

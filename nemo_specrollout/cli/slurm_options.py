@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of Slurm's `sbatch`, read as sbatch reads them, and which of them `launch` leaves to the cluster file.
+"""Tells whether a user may give an option of Slurm's `sbatch` in `sbatch_args`, and why not.
 
-A long option may be shortened to the first letters of its name. Short ones may be joined, as in -HN4.
+It reads options as `sbatch` does. So a long option may be shortened to the first letters of its name, and several options of
+one letter may be joined, as in -HN4.
 """
 
 _VALUED = (
@@ -20,9 +21,9 @@ _UNVALUED = (
     "no-requeue oom-kill-step overcommit/O oversubscribe/s parsable propagate quiet/Q reboot requeue resv-ports share "
     "spread-job spread-segments stepmgr test-only usage/u use-min-nodes verbose/v version/V wait/W"
 )
-"""Options that need no value of their own, although some may have one after an =.
+"""Names of the options that need no value, although some of them may have one after an =.
 
-The names are those of Slurm 22.05 to 26.05.
+A letter after a slash is the short form of the option. The names are those of Slurm 22.05 to 26.05.
 """
 _LETTERS = {
     letter: name for name, _, letter in (entry.partition("/") for entry in f"{_VALUED} {_UNVALUED}".split()) if letter
@@ -32,7 +33,7 @@ _NAMES = {
     for entries, needs_value in ((_VALUED, True), (_UNVALUED, False))
     for entry in entries.split()
 }
-"""Long names, and whether the option needs a value."""
+"""Whether each option needs a value, by the option's long name."""
 _SET_BY_LAUNCH = {
     "nodes": "use --nodes of launch",
     "account": "write `account`",
@@ -69,9 +70,9 @@ _REFUSED = {
 
 
 def option_fault(argument: str) -> str | None:
-    """Returns what is wrong with an item of `sbatch_args`, as the end of a sentence, or None if nothing is.
+    """Returns why `launch` refuses an item of `sbatch_args`, as the end of a sentence, or None if it accepts the item.
 
-    The options of a site's plugins are not known here, so an unknown long name is left to sbatch.
+    It accepts an unknown long option, because it may be one of a plugin that the cluster has.
     """
     if argument.startswith("--"):
         return _long_fault(argument.removeprefix("--"))

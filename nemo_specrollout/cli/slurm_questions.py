@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Slurm, before `launch` writes or submits anything, whether the partition can ever run the job.
+"""Asks Slurm whether a partition can ever run a job, before `launch` writes or submits anything.
 
-`sbatch` accepts some jobs that can never start, such as one with more nodes than the partition has, and they wait for ever.
-NeMo-RL's `ray.sub` checks the GPUs of a node and asks `srun` for PMIx only when the job has got its nodes, which may be days
-later.
+`sbatch` accepts some jobs that can never start, for example a job with more nodes than the partition has. Such a job waits for
+ever. Other faults, such as a wrong number of GPUs or a missing PMIx, end a job only when it has got its nodes, which may be
+days later.
 """
 
 import re
@@ -25,39 +25,45 @@ from nemo_specrollout.config.nemo_rl_tree import Finding
 from nemo_specrollout.config.strict import ConfigError
 
 _FACTS = "%D|%l|%s|%G"
-"""Format for `sinfo`, with number of nodes, time limit, nodes that a job may have, and generic resources."""
+"""Output format for `sinfo`: the number of nodes, the time limit, the nodes that a job may have, and the generic resources."""
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
-"""GPUs in a list of generic resources, such as gpu:8, gpu:h100:8(S:0-1) or nic:2,gpu:4."""
+"""Pattern for the number of GPUs in a list of generic resources, such as gpu:8, gpu:h100:8(S:0-1) or nic:2,gpu:4."""
 _ASKED_MPI = re.compile(r"--mpi=(\w+)")
-"""A kind of MPI in an option of `srun`."""
+"""Pattern for the kind of MPI in an option of `srun`."""
 _PRESENT_MPI = re.compile(r"^\s+(\w+)$", re.MULTILINE)
-"""A kind of MPI in the output of `srun --mpi=list`, which has one per line below a headline."""
+"""Pattern for the kinds of MPI in the output of `srun --mpi=list`, which has one per line below a headline."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What Slurm says about a partition."""
+    """The sizes and limits of a partition, as Slurm's `sinfo` tells them."""
 
     num_nodes: int
-    """Number of all of its nodes, including those that are down."""
+    """Number of nodes of the partition, including nodes that are down."""
     time_limit: str | None
-    """The longest time of a job, as Slurm writes it, or None if there is no limit."""
+    """Maximum time of a job in Slurm's form, such as 4:00:00, or None if there is no limit."""
     most_nodes: int | None
-    """The most nodes that a job may have, or None if there is no limit."""
+    """Maximum number of nodes of a job, or None if there is no limit."""
     gpus: frozenset[int]
-    """The numbers of GPUs that its nodes have. Empty where Slurm counts none."""
+    """The different numbers of GPUs that nodes of the partition have. Empty if Slurm does not manage GPUs there."""
 
 
 def ask(
     settings: ClusterSettings, command: Sequence[str], script: str, num_nodes: int, gpus: int, is_dry: bool
 ) -> list[Finding]:
-    """Returns warnings about a job that may wait for a long time. Raises ConfigError for one that can never run.
+    """Asks Slurm about a job without submitting it, and returns warnings if the job may wait for a long time or may fail.
 
-    If Slurm does not answer, a launch that `is_dry` gets a warning, and any other one a ConfigError.
+    It finds nothing if this machine has no Slurm, as may be so in a dry run. It does not look at a partition of another
+    cluster (`--clusters`). Raises ConfigError if the job can never run, or if Slurm does not answer. But in a dry run, it
+    returns a warning if Slurm does not answer.
 
-    `command` is the `sbatch` line whose last word is the job's script, `script` that file's text, and `gpus` the GPUs of each
-    node. Nothing is submitted. Where there is no Slurm, as in a dry run elsewhere, nothing is found. A partition of another
-    cluster (`--clusters`) is left to `sbatch`.
+    Args:
+        settings: the settings of the cluster.
+        command: the `sbatch` command that would submit the job. Its last word is the path of the job's script.
+        script: the text of the job's script.
+        num_nodes: number of nodes of the job.
+        gpus: number of GPUs that each node should have.
+        is_dry: whether this is a dry run.
     """
     if shutil.which("sbatch") is None:
         return []
@@ -83,16 +89,16 @@ def ask(
 
 
 def _is_final(complaint: str) -> bool:
-    """Returns whether Slurm would never accept the job, whatever happens to its nodes.
+    """Tells whether a complaint of `sbatch --test-only` means that Slurm will never accept the job.
 
-    Complaints of the controller about nodes begin with "allocation failure". Those of sbatch itself are about options, such as
-    one that this version of Slurm does not know.
+    Slurm will never accept a job with an invalid value or an option that it does not know. But a complaint with the words
+    "allocation failure" may be about nodes that will be free later.
     """
     return "invalid" in complaint.lower() or ("sbatch: " in complaint and "allocation failure" not in complaint)
 
 
 def _complaint(command: Sequence[str], script: str) -> str:
-    """Returns why Slurm would not place the job on its nodes as they are now, or "" if it would."""
+    """Returns what `sbatch --test-only` complains about a job, or "" if Slurm would accept it now. Nothing is submitted."""
     options = list(command[1:-1])
     done = subprocess.run(
         ["sbatch", "--test-only", *options],
@@ -105,7 +111,7 @@ def _complaint(command: Sequence[str], script: str) -> str:
 
 
 def _missing_mpi(settings: ClusterSettings) -> Iterator[Finding]:
-    """Yields a warning if `ray.sub` asks `srun` for a kind of MPI that Slurm lacks here, as some packages lack PMIx."""
+    """Yields a warning if NeMo-RL's `ray.sub` uses a kind of MPI that this machine's Slurm does not have, such as PMIx."""
     if shutil.which("srun") is None:
         return
     asked = set(_ASKED_MPI.findall(Path(settings.nemo_rl, "ray.sub").read_text(encoding="utf-8", errors="replace")))
@@ -120,7 +126,7 @@ def _missing_mpi(settings: ClusterSettings) -> Iterator[Finding]:
 
 
 def read_partition(name: str) -> Partition | None:
-    """Returns what Slurm says about a partition, or None if it says nothing or `name` is a list of partitions."""
+    """Returns the sizes and limits of a partition, or None if Slurm does not tell them or `name` is a list of partitions."""
     if shutil.which("sinfo") is None or "," in name:
         return None
     command = ["sinfo", "--noheader", f"--partition={name}", f"--format={_FACTS}"]
@@ -129,7 +135,10 @@ def read_partition(name: str) -> Partition | None:
 
 
 def partition_of(said: str) -> Partition | None:
-    """Returns the partition from the output of `sinfo`, with a line for each kind of nodes, or None if it has none."""
+    """Returns the sizes and limits of a partition from the output of `sinfo` in the format `_FACTS`.
+
+    The output has a line for each kind of nodes. Returns None if it has no such line.
+    """
     lines = [line.strip().split("|") for line in said.splitlines()]
     rows = [line for line in lines if len(line) == 4 and line[0].isdecimal()]
     if not rows:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Submits the jobs of a run, and finds out what became of a job when `sbatch` itself does not tell.
+"""Submits the jobs of a run to Slurm, and finds out whether Slurm has accepted a job if `sbatch` does not say so.
 
-`sbatch` may fail although Slurm has accepted the job, for example if a busy controller answers too late, or if a wrapper
-script of the site fails afterwards. All jobs of a run directory share a unique name, so Slurm can be asked for them.
+`sbatch` may fail although Slurm has accepted the job. For example, a busy controller may answer too late, or a wrapper script
+of the cluster may fail afterwards. All jobs of a run directory share a unique name, by which Slurm can be asked for them.
 """
 
 import json
@@ -38,19 +38,23 @@ _ENDED = (
     "REVOKED",
     "TIMEOUT",
 )
-"""States in which a job neither waits nor runs."""
+"""Slurm's states of a job that neither waits nor runs."""
 _ID = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?")
-"""A job's id as `sbatch --parsable` prints it (`ID` or `ID;CLUSTER`), or as `sbatch` prints it without that option."""
+"""Pattern for a job's id as `sbatch --parsable` prints it (`ID` or `ID;CLUSTER`), or as `sbatch` prints it otherwise."""
 _NO_ANSWER = re.compile(
     r"unable to contact|communication|zero bytes|timed out|authentication error|standby mode|configuration (?:source|file)",
     re.I,
 )
-"""Slurm's words for a controller that does not answer, a munge that is down, or a machine that belongs to no cluster."""
+"""Pattern for error messages which say that Slurm could not be asked.
+
+The reason may be that its controller does not answer, that its authentication service (munge) is down, or that this machine
+belongs to no cluster.
+"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the run, as Slurm knows it."""
+    """A job of a run, as Slurm lists it."""
 
     job_id: str
     user_id: int
@@ -59,12 +63,15 @@ class Job:
 
 
 def lacks_an_answer(complaint: str) -> bool:
-    """Returns whether `complaint`, the error output of a Slurm command, means that Slurm has not answered."""
+    """Tells whether `complaint`, which is the error output of a Slurm command, means that Slurm has not answered."""
     return _NO_ANSWER.search(complaint) is not None
 
 
 def jobs_of(run: str, settings: ClusterSettings) -> list[Job] | None:
-    """Returns the run's jobs that Slurm knows, including recently ended ones, or None if Slurm does not answer."""
+    """Returns all jobs of the run directory `run` that Slurm lists, or None if Slurm does not answer.
+
+    Slurm also lists jobs that have ended recently.
+    """
     if shutil.which("squeue") is None:
         return None
     command = [
@@ -85,7 +92,7 @@ def jobs_of(run: str, settings: ClusterSettings) -> list[Job] | None:
 def refuse_jobs_of_others(run: str, jobs: Iterable[Job]) -> None:
     """Raises ConfigError if a job of another user waits or runs for this run directory.
 
-    By the option `--dependency=singleton`, a job waits for jobs of the same user only. So jobs of two users would run at the
+    With the option `--dependency=singleton`, a job waits only for jobs of the same user. So jobs of two users would run at the
     same time and write the same checkpoints.
     """
     for job in jobs:
@@ -97,10 +104,11 @@ def refuse_jobs_of_others(run: str, jobs: Iterable[Job]) -> None:
 
 
 def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iterable[str] | None) -> str:
-    """Submits and records a job, and returns its id. Raises ConfigError with Slurm's own words if it refuses.
+    """Submits a job by `command`, records it in the run directory `run`, and returns its id.
 
-    `known` are the ids of the run's earlier jobs, or None if Slurm did not tell them. If it is unknown whether Slurm has
-    accepted a job, the job is recorded without an id, because the run directory must keep the config that it may read.
+    `known` are the ids of the run's earlier jobs, or None if Slurm did not tell them. Raises ConfigError with Slurm's own
+    words if Slurm refuses the job. Also raises ConfigError if it is not known whether Slurm has accepted the job. In this case
+    the job is recorded without an id, so that later launches do not change the config that this job may read.
     """
     path = run / SUBMISSIONS
     is_first = not path.exists()
@@ -123,12 +131,12 @@ def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iter
 
 @dataclass(frozen=True)
 class _Answer:
-    """The outcome of a submission."""
+    """The outcome of submitting a job."""
 
     job_id: str | None
     complaint: str = ""
     is_refusal: bool = False
-    """True if Slurm has no such job. If it is false and there is no id, the outcome is unknown."""
+    """True if Slurm has not accepted the job. If this is False and `job_id` is None, it is not known what Slurm has done."""
 
 
 def _answer(run: str, command: list[str], settings: ClusterSettings, known: Iterable[str] | None) -> _Answer:
@@ -153,7 +161,10 @@ def _answer(run: str, command: list[str], settings: ClusterSettings, known: Iter
 
 
 def _job_id(output: bytes) -> str | None:
-    """Returns the id in the last line that has one, because a site's sbatch may print a greeting first."""
+    """Returns the job's id in the output of `sbatch`, or None if there is none.
+
+    The id is in the last line that has one, because a wrapper script of the cluster may print other lines first.
+    """
     lines = output.decode("utf-8", "replace").splitlines()
     found = (_ID.fullmatch(line.strip()) for line in reversed(lines))
     return next((match[1] for match in found if match), None)

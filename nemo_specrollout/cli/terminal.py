@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command needs, such as output, handling of Ctrl-C and SIGTERM, and a folder for temporary files."""
+"""Helpers of all commands: output to the terminal, handling of Ctrl-C and SIGTERM, and a folder for temporary files."""
 
 import fcntl
 import getpass
@@ -21,14 +21,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 PREFIX = "specrollout-"
 LOCK = "in_use"
-"""File that the owner of a scratch folder keeps locked."""
+"""Name of the file in a scratch folder that the command which uses the folder keeps locked."""
 LEFT_BEHIND_S = 3600.0
-"""Least age in seconds of an unlocked folder that a later command removes. A younger one may be about to be locked."""
+"""Age in seconds from which a command removes an unlocked scratch folder of an earlier command.
+
+A younger folder may belong to a command that has not locked it yet.
+"""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def log_console() -> Console:
-    """Returns a console for standard output. If that is no terminal, the console is wide enough for all tables."""
+    """Returns a rich console for standard output. If standard output is not a terminal, its lines have 120 characters."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if not console.is_terminal:
         console.width = 120
@@ -36,26 +39,27 @@ def log_console() -> Console:
 
 
 def progress_bar(console: Console) -> Progress:
-    """Returns a progress bar that disappears at its end, and that a log does not show."""
+    """Returns a progress bar that disappears at its end. If the console is not a terminal, it shows nothing."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def complain(sentence: str, program: str = "nemo-specrollout") -> None:
-    """Prints a sentence as one line on stderr, after the program's name, with unprintable characters escaped."""
+    """Prints the program's name and a sentence as one line on stderr. Escapes unprintable characters."""
     line = " ".join(sentence.split())
     print(f"{program}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised at SIGTERM, which Slurm sends before it kills a job."""
+    """The exception that `Interrupts` raises at the signal SIGTERM, which Slurm sends before it kills a job."""
 
 
 class Interrupts:
-    """Context in which SIGINT raises KeyboardInterrupt, SIGTERM raises Terminated, and both are remembered.
+    """Context in which the signal SIGINT raises KeyboardInterrupt, and SIGTERM raises Terminated.
 
-    Python drops an exception that is raised in a finalizer or in a callback from C++, so `check` raises the remembered one
-    again. Only the main thread can set signal handlers. In other threads the context changes nothing.
+    If such an exception is raised in a finalizer or in a callback from C++, Python drops it. So the context remembers it, and
+    `check` raises it again. In threads other than the main thread the context does nothing, because only the main thread can
+    set signal handlers.
     """
 
     def __init__(self) -> None:
@@ -71,7 +75,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raises the KeyboardInterrupt or Terminated of the first signal since entering."""
+        """Raises the exception of the first signal since the context was entered. Does nothing if there was no signal."""
         if self._asked is not None:
             raise self._asked
 
@@ -83,10 +87,10 @@ class Interrupts:
 
 @contextmanager
 def scratch_folder() -> Iterator[None]:
-    """Context in which temporary files of this process and its children go into a new folder, which is then removed.
+    """Context in which temporary files of this process and its children go into a new folder.
 
-    Without it, vLLM would leave a file for each engine, and Ray a folder for each run. Folders that killed commands have left
-    are removed as well.
+    The folder is removed at the end. Otherwise vLLM would leave a file behind for each engine, and Ray a folder for each run.
+    The context also removes such folders of earlier commands that were killed.
     """
     usual = Path(tempfile.gettempdir())
     named = os.environ.get("TMPDIR")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks addresses of remote drafters (tcp://HOST:PORT) and the names of hosts that may ask them for drafts.
+"""Checks addresses of remote drafters (tcp://HOST:PORT), and the names of hosts that may ask remote drafters for drafts.
 
-No name is looked up here.
+It checks only how they are written, and looks up no name.
 """
 
 import ipaddress
@@ -17,12 +17,15 @@ _ZONE = re.compile(r"[0-9A-Za-z_.-]+")
 
 
 def any_port(host: str) -> str:
-    """Returns the address with which a socket listens at any free port of `host`, an IP address of this machine."""
+    """Returns an address tcp://HOST:0, with which a socket listens at any free port of this machine's IP address `host`."""
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host, without brackets, and the port of tcp://HOST:PORT. Raises ValueError for any other text."""
+    """Returns the host and the port of an address tcp://HOST:PORT. An IPv6 address is returned without its brackets.
+
+    Raises ValueError if the text is not such an address.
+    """
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match[3]) > 65535:
         raise ValueError(f"{address!r} is not an address")
@@ -36,15 +39,15 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_host_name(text: str) -> bool:
-    """Returns whether `text` may be the name of a machine.
+    """Tells whether `text` can be the name of a machine.
 
-    A text whose last part is a number is not one, because it is read as an IPv4 address.
+    If the part after the last dot is a number, it cannot, because programs read such a text as an IPv4 address.
     """
     return _NAME.fullmatch(text) is not None and not text.rpartition(".")[2].isdecimal()
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether only this machine can reach `address`. A text that is not an address gives False."""
+    """Tells whether only this machine can reach `address`. Returns False if the text is not an address."""
     try:
         host, _ = split_address(address)
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -53,12 +56,18 @@ def is_loopback(address: str) -> bool:
 
 
 def check_listening_address(path: str, address: str) -> None:
-    """Raises ConfigError unless a drafter may listen at `address`, where port 0 stands for any free port."""
+    """Raises ConfigError if a remote drafter cannot listen at `address`. Port 0 stands for any free port.
+
+    `path` is the name of the field in the error's message.
+    """
     _checked(path, address)
 
 
 def check_addresses(path: str, addresses: Sequence[str]) -> None:
-    """Raises ConfigError, with `path` as the field, unless `addresses` are valid and name different drafters."""
+    """Raises ConfigError if one of `addresses` is not the address of a remote drafter, or if two of them are the same.
+
+    `path` is the name of the field in the error's message.
+    """
     known: dict[tuple[str, int], str] = {}
     for address in addresses:
         host, port = _checked(path, address)
@@ -75,7 +84,10 @@ def check_addresses(path: str, addresses: Sequence[str]) -> None:
 
 
 def check_allowed_hosts(path: str, hosts: Sequence[str]) -> None:
-    """Raises ConfigError unless each of `hosts` is an IP address, a network, or a name that can be looked up."""
+    """Raises ConfigError if one of `hosts` is neither an IP address, nor a network, nor the name of a machine.
+
+    `path` is the name of the field in the error's message.
+    """
     for host in hosts:
         if network_of(host) is None and not is_host_name(host):
             raise ConfigError(f"{path}: {host!r} {_why_no_host(host)}")
@@ -84,10 +96,10 @@ def check_allowed_hosts(path: str, hosts: Sequence[str]) -> None:
 
 
 def network_of(host: str) -> Network | None:
-    """Returns the network that `host`, an IP address or a network, stands for; None if it is neither.
+    """Returns the network of `host`, which is a network or an IP address, or None if `host` is neither.
 
-    The zone of an IPv6 address is ignored. If an IPv6 address stands for an IPv4 address, the network of the latter is
-    returned.
+    The network of an IP address has only this address. The zone of an IPv6 address is ignored. An IPv6 address that stands for
+    an IPv4 address is replaced by it.
     """
     try:
         if "/" in host:
@@ -103,10 +115,10 @@ _ALLOW_ALL = "leave the list empty to allow every host that knows the secret"
 
 
 def _checked(path: str, address: str) -> tuple[str, int]:
-    """Returns host and port of an address.
+    """Returns the host and the port of an address tcp://HOST:PORT.
 
-    Raises ConfigError if `address` is not one, or if it is a link-local IPv6 address without its interface, which no socket
-    can use.
+    Raises ConfigError if `address` is not such an address. Also raises it for a link-local IPv6 address that does not name its
+    network interface, because no socket can use it.
     """
     try:
         host, port = split_address(address)
@@ -125,7 +137,7 @@ def _is_unspecified(host: str) -> bool:
 
 
 def _why_no_host(host: str) -> str:
-    """Returns what is wrong with an entry of `allowed_hosts`, and what to write instead."""
+    """Returns the end of a sentence that says what is wrong with an entry of `allowed_hosts`, and what to write instead."""
     if "*" in host:
         return f"is no host; {_ALLOW_ALL}, or write a network such as 10.0.0.0/24"
     try:

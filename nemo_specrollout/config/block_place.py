@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the block `specrollout`, or parts of it, in places where nothing reads them, so that a run would ignore them."""
+"""Finds the block `specrollout`, or parts of it, at places of a config where nothing reads them."""
 
 import dataclasses
 import difflib
@@ -16,20 +16,20 @@ Keys = tuple[str, ...]
 _PLACE = tuple(BLOCK_PATH.split("."))
 _NAME = _PLACE[-1]
 _ALIKE = 0.85
-"""A key with at least this similarity (`difflib`) to the block's name, such as `specrolout`, counts as a misspelling of it."""
+"""A key, such as `specrolout`, counts as a misspelling of `specrollout` if `difflib` says they are at least this similar."""
 _LONG_NAME = re.compile(r"spec[a-z]*roll")
-"""Other spellings of the name, such as `speculative_rollout` and `nemo_specrollout`."""
+"""Pattern for longer forms of the name `specrollout`, such as `speculative_rollout` and `nemo_specrollout`."""
 _COMMON_KEYS = {"enabled", "num_speculative_tokens", "budget", "verify"}
-"""Keys of the block that other blocks of a config may have, too."""
+"""Keys of the block `specrollout` that other blocks of a config may also have."""
 _OWN_KEYS = {field.name for field in dataclasses.fields(SpecrolloutConfig)} - _COMMON_KEYS
 _SWITCHES = {field.name for field in dataclasses.fields(SpecrolloutConfig) if field.default is None}
-"""Parts of the block that are off while they have no value."""
+"""Keys of the block `specrollout` whose feature is off if the key has no value."""
 
 
 def place_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields a finding if the block, or a part of it, is misspelt, misplaced or without a value.
+    """Yields a finding for each place where the block `specrollout`, or a part of it, is misspelt, misplaced or has no value.
 
-    `tree` is the merged config, so mistakes in files of `defaults` and in overrides of the command line are found, too.
+    `tree` is the config after its `defaults` and the overrides of the command line were merged into it.
     """
     generation = at(tree, ".".join(_PLACE[:-1]), {})
     if isinstance(generation, Mapping) and _NAME in generation and generation[_NAME] is None:
@@ -52,7 +52,11 @@ def _parts_without_value(block: Any) -> Iterator[Finding]:
 
 
 def _misplaced(node: Any, path: str = "", keys: Keys = ()) -> Iterator[tuple[str, Keys]]:
-    """Yields path and keys of what looks like the block, or a part of it, at any place but its own. Looks into lists, too."""
+    """Yields the places of keys that look like the block `specrollout` or a part of it, but are not where it belongs.
+
+    A place is the path in dotted form, and the same path as a tuple of keys. `path` and `keys` are the place of `node`, below
+    which the function looks.
+    """
     if isinstance(node, list):
         for index, item in enumerate(node):
             yield from _misplaced(item, f"{path}[{index}]", (*keys, str(index)))
@@ -69,7 +73,7 @@ def _misplaced(node: Any, path: str = "", keys: Keys = ()) -> Iterator[tuple[str
 
 
 def _is_name(key: str) -> bool:
-    """Returns whether a key is the block's name, well or badly spelt, or a dotted path with such a part."""
+    """Tells whether a key, or a part of it between dots, is the name `specrollout` or a misspelling of it."""
     for part in key.split("."):
         letters = re.sub("[^a-z]", "", part.lower())
         is_alike = letters[:1] == "s" and difflib.SequenceMatcher(None, letters, _NAME).ratio() >= _ALIKE

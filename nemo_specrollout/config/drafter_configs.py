@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the drafters, with a frozen dataclass for each `type` in the block's `drafters`, and remote drafters' secret."""
+"""Options of the drafters, with a frozen dataclass for each `type` of drafter, and the secret that remote drafters share."""
 
 import os
 import secrets
@@ -19,10 +19,10 @@ _OF_A_CHECKPOINT = ("config.json", "model.safetensors", "model.safetensors.index
 
 
 def shared_secret(addresses: Iterable[str]) -> bytes:
-    """Returns the key for drafters at `addresses`, which is made from the secret in the environment.
+    """Returns the key that protects messages to remote drafters at `addresses`.
 
-    The key may be empty if only this machine can reach the addresses. Raises ConfigError if other machines can reach one, and
-    the secret is missing or has fewer than 16 characters.
+    It is made from the secret in the environment variable NEMO_SPECROLLOUT_SECRET. The secret may be missing if only this
+    machine can reach the addresses. Otherwise raises ConfigError if it is missing or has fewer than 16 characters.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < _SHORTEST_SECRET and not all(map(is_loopback, addresses)):
@@ -32,17 +32,18 @@ def shared_secret(addresses: Iterable[str]) -> bytes:
 
 
 def as_key(secret: str) -> bytes:
-    """Returns the first 64 bytes of a secret, as the key that protects messages.
+    """Returns the key that protects messages to remote drafters, which is the first 64 bytes of `secret`.
 
-    Bytes that are not UTF-8, which an environment variable may have, come back as they were.
+    An environment variable may have bytes that are not UTF-8. Python represents them by surrogates, and this function restores
+    the bytes.
     """
     return os.fsencode(secret)[:64]
 
 
 def secret_of_run() -> str:
-    """Returns the secret for drafters that a run starts, which is the environment's, or else a random one.
+    """Returns the secret for the remote drafters that a run starts. It is NEMO_SPECROLLOUT_SECRET if set, or else random.
 
-    Raises ConfigError if the environment's secret is too short.
+    Raises ConfigError if NEMO_SPECROLLOUT_SECRET is too short.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if secret and len(secret) < _SHORTEST_SECRET:
@@ -53,33 +54,34 @@ def secret_of_run() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Base of all drafters' options."""
+    """Base class of the options of all drafters."""
 
     type: str
-    """The draft method, a key of `DRAFTERS`."""
+    """The kind of drafter, which is a key of `DRAFTERS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextDrafterConfig(DrafterConfig):
-    """Base of the drafters without weights."""
+    """Base class of the options of drafters without weights, which find their draft tokens in texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDrafterConfig(TextDrafterConfig):
-    """`random`: drafts random tokens, which are always wrong. It is for measuring the worst case."""
+    """`random`: drafts random tokens, which are practically never accepted. It is for measuring the worst case."""
 
     type: str = choice("random", default="random")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupDrafterConfig(TextDrafterConfig):
-    """Base of the drafters that look up a continuation of the latest tokens in earlier text."""
+    """Base class of the options of drafters that find a request's last tokens in a text, and draft what follows them there."""
 
     max_order: int = bounded(6, low=2, high=16)
-    """The longest context, in tokens, by which a continuation is looked up."""
+    """How many of a request's last tokens the drafter looks up at most. They are called a context."""
     num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
-    """How many contexts the index remembers, a power of two. Each takes 40 bytes, and the least used make room for new
-    ones. `null` derives it from the number and length of the requests, so that the index takes at most 640 MiB."""
+    """How many contexts the drafter's index remembers. It must be a power of two. Each context takes 40 bytes. If the index is
+    full, it forgets the contexts that were used least. `null` derives the number from the number and length of the requests,
+    so that the index takes at most 640 MiB."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""
@@ -90,23 +92,26 @@ class LookupDrafterConfig(TextDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixDrafterConfig(LookupDrafterConfig):
-    """`suffix`: looks up how the latest tokens went on in other samples of the same prompt and in past rollouts."""
+    """`suffix`: finds a request's last tokens in other samples of the same prompt, and drafts what follows them there.
+
+    Samples of the prompt in past rollouts count as well.
+    """
 
     type: str = choice("suffix", default="suffix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramDrafterConfig(LookupDrafterConfig):
-    """`ngram`: looks up how the latest tokens went on earlier in the request's own text."""
+    """`ngram`: finds a request's last tokens earlier in the request's own text, and drafts what followed them there."""
 
     type: str = choice("ngram", default="ngram")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryDrafterConfig(LookupDrafterConfig):
-    """`history`: looks up finished responses to the same prompt, of all engines and earlier starts.
+    """`history`: finds a request's last tokens in finished responses to the same prompt, and drafts what followed them there.
 
-    The option `learned.history` adds it to a block with `suffix`.
+    The responses are from all engines and earlier starts. If `learned.history` is on, a block with `suffix` gets this drafter.
     """
 
     type: str = choice("history", default="history")
@@ -114,38 +119,38 @@ class HistoryDrafterConfig(LookupDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AheadDrafterConfig(TextDrafterConfig):
-    """`ahead`: drafts the text that older weights have made ahead for the request. The option `run_ahead` adds it."""
+    """`ahead`: drafts the text that an engine has decoded early for the request, with older weights. `run_ahead` adds it."""
 
     type: str = choice("ahead", default="ahead")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDrafterConfig(DrafterConfig):
-    """Base of the drafters with weights that run inside the policy's engine, as vLLM's own speculator."""
+    """Base class of the options of drafters with weights that run inside the policy's engine, as a speculator of vLLM."""
 
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
-    """How drafts are drawn. `shared_noise` samples the drafter's distribution with the request's own noise. `greedy` takes
-    the most likely tokens."""
+    """How the drafter chooses draft tokens. `shared_noise` samples its distribution with the Gumbel noise that the policy will
+    use, so that both often sample the same token. `greedy` takes the most likely tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDrafterConfig(ModelDrafterConfig):
-    """`mtp`: drafts with the policy's own multi-token prediction heads, whose weights must be in the policy's folder."""
+    """`mtp`: drafts with the policy's own heads for multi-token prediction. Their weights must be in the policy's folder."""
 
     type: str = choice("mtp", default="mtp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderDrafterConfig(ModelDrafterConfig):
-    """Base of the drafters whose weights are in a folder of their own."""
+    """Base class of the options of drafters that have their weights in a folder of their own."""
 
     model: str = required("name the folder of its weights")
-    """The folder of the weights."""
+    """The folder with the weights of the drafter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3DrafterConfig(FolderDrafterConfig):
-    """`eagle3`: drafts with a draft head, which reads the policy's hidden states."""
+    """`eagle3`: drafts with an EAGLE-3 draft head, which reads the policy's hidden states."""
 
     type: str = choice("eagle3", default="eagle3")
 
@@ -159,62 +164,70 @@ class DraftModelDrafterConfig(FolderDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterConfig(FolderDrafterConfig):
-    """Base of the heads that draft all of a request's tokens for an engine step, called a block, in one pass."""
+    """Base class of the options of draft heads that draft all tokens of a request for an engine step in one forward pass.
+
+    These tokens are called a block.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DflashDrafterConfig(BlockDrafterConfig):
-    """`dflash`: drafts a block of tokens in one pass, each of them independently of the others."""
+    """`dflash`: drafts several tokens in one forward pass, each of them independently of the others."""
 
     type: str = choice("dflash", default="dflash")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DsparkDrafterConfig(BlockDrafterConfig):
-    """`dspark`: drafts a block of tokens in one pass, each of them depending on the one before."""
+    """`dspark`: drafts several tokens in one forward pass. Each token depends on the one before it."""
 
     type: str = choice("dspark", default="dspark")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDrafterConfig(DrafterConfig):
-    """`remote`: drafts with a small model in an engine of its own, which runs ahead while the policy's engine verifies."""
+    """`remote`: drafts with a small model in an engine of its own, which still drafts while the policy's engine verifies."""
 
     type: str = choice("remote", default="remote")
     model: str = required("name the folder of its weights")
-    """The folder of the small model."""
+    """The folder with the weights of the small model."""
     weights_from: str | None = None
-    """A folder to which the draft model's trainer publishes weights. Drafters load its newest subfolder when they start,
-    and while they draft. With `null`, they keep the weights of `model` until `publish-draft` brings others."""
+    """A folder to which the trainer of the draft model publishes new weights. Drafters load the newest subfolder when they
+    start, and each new one while they draft. With `null`, they keep the weights of `model` until `publish-draft` gives them
+    others."""
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
-    """How drafts are drawn, as for the drafters in the policy's engine."""
+    """How the drafter chooses draft tokens. `shared_noise` samples its distribution with the Gumbel noise that the policy will
+    use, so that both often sample the same token. `greedy` takes the most likely tokens."""
     workers: int = bounded(0, low=0, high=64)
-    """Drafter processes that the run starts and supervises, in NeMo-RL through Ray. Leave it at 0 with `addresses`."""
+    """The number of drafter processes that the run starts and supervises. In NeMo-RL, Ray starts them. Leave it at 0 if you
+    set `addresses`."""
     addresses: tuple[str, ...] = ()
-    """Addresses of drafters that `serve-drafter` started, such as `tcp://10.0.0.7:5570`."""
+    """Addresses of drafters that `serve-drafter` has started, such as `tcp://10.0.0.7:5570`."""
     gpus: float = bounded(0.0, low=0.0, high=1.0)
-    """GPUs of each drafter that NeMo-RL starts, beside the GPUs of `cluster`. With 0.5 two drafters share one, and with 0
-    they run on a CPU."""
+    """The number of GPUs of each drafter that NeMo-RL starts. They come on top of the GPUs that `cluster` counts. With 0.5 two
+    drafters share one GPU, and with 0 they run on a CPU."""
     most_ahead: int = bounded(24, low=1, high=64)
-    """The most draft tokens by which a drafter may be ahead of a request's committed text. With less than twice
+    """The most draft tokens that a drafter may draft beyond the text that the policy has sampled. If it is less than twice
     `num_speculative_tokens`, drafters have to wait."""
     max_requests: int = bounded(256, low=1, high=4096)
-    """The most requests that one drafter process serves at the same time, counted over all engines."""
+    """The most requests, of all engines together, that one drafter process serves at the same time."""
     allowed_hosts: tuple[str, ...] = ()
-    """IP addresses, networks and names of the hosts that may ask for drafts. A drafter looks names up when it starts. An
+    """IP addresses, networks and names of the hosts that may ask for drafts. A drafter looks up the names when it starts. An
     empty list allows every host that knows the secret."""
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the drafter's own vLLM engine, such as `gpu_memory_utilization`."""
+    """Arguments for the drafter's own vLLM engine, such as `gpu_memory_utilization`."""
     placement: str = choice("as_written", "auto", default="as_written")
-    """Where drafts are made. `as_written` takes the config as it is. `auto` is for local runs with `workers`, and drafts
-    beside the policy's engine, inside it or not at all, whichever is fastest by the times in `profile`."""
+    """Where drafts are made. `as_written` means in drafter processes, as the config says. `auto` is for local runs with
+    `workers`. It chooses between drafter processes, the policy's engine, and no drafts, whichever is fastest by the times in
+    `profile`."""
     profile: str | None = None
-    """For `placement: auto`, the file that `specrollout-lab profile` wrote on this machine."""
+    """For `placement: auto`, the file that `specrollout-lab profile` has written on this machine."""
     acceptance: float = bounded(0.8, low=0.0, high=1.0)
-    """For `placement: auto`, the expected probability that a draft token is accepted if all before it were."""
+    """For `placement: auto`, the expected probability that a draft token is accepted if all draft tokens before it were
+    accepted."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if options contradict each other, or an address or a host cannot be used."""
+        """Raises ConfigError if options contradict each other, or if an address or the name of a host is not valid."""
         raise_first_mistake(
             path,
             (
@@ -241,10 +254,7 @@ class RemoteDrafterConfig(DrafterConfig):
         check_allowed_hosts(f"{path}.allowed_hosts", self.allowed_hosts)
 
     def _check_weights_from(self, path: str) -> None:
-        """Raises ConfigError if `weights_from` cannot be a folder to which weights are published.
-
-        The folder need not exist yet.
-        """
+        """Raises ConfigError if `weights_from` cannot be a folder to which weights are published. It need not exist yet."""
         named = self.weights_from
         if named is None:
             return
@@ -287,7 +297,7 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
         RandomDrafterConfig,
     )
 }
-"""The class of each `type`, in the order in which docs/reference/block.md lists them."""
+"""The class of the options of each `type` of drafter, in the order in which docs/reference/block.md lists them."""
 
 
 def _types_of(base: type[DrafterConfig]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which vLLM the engines of a run will have. The Python that runs this module may have another one, or none.
+"""Tells which version of vLLM the engines of a run will have.
 
-NeMo-RL starts engines in environments of their own, and this module reads from NeMo-RL's checkout what is in them. So a login
-node without vLLM gives the same answer as the job, and so does the environment of NeMo-RL's driver.
+NeMo-RL starts engines in a Python environment of their own. So their vLLM may differ from the one in this Python, which may
+have none. This module reads their version from NeMo-RL's checkout. Therefore a login node gives the same answer as the job.
 """
 
 import os
@@ -19,30 +19,31 @@ PINNED = "pinned by NeMo-RL's checkout"
 
 @dataclass(frozen=True)
 class EngineVllm:
-    """The vLLM of a run's engines, as far as it is known before they start."""
+    """What is known about the vLLM of a run's engines before they start."""
 
     version: str | None
-    """The version, or None if nothing on this machine tells it."""
+    """The version of the engines' vLLM, or None if nothing on this machine tells it."""
     place: str
-    """Where the version is from: `HERE`, `PINNED`, or words that name the engines' environment."""
+    """Words for where `version` was found: `HERE`, `PINNED`, or a phrase that names the engines' environment."""
     here: str | None
-    """The version in this Python; None if it has no vLLM."""
+    """The version of vLLM in this Python, or None if it has no vLLM."""
     pin: Pin | None
-    """The vLLM that NeMo-RL's checkout pins; None without a checkout."""
+    """The vLLM that NeMo-RL's checkout pins, or None if there is no checkout."""
 
 
 def vllm_here() -> EngineVllm:
-    """Returns the vLLM of this Python, for engines that it starts itself."""
+    """Returns the vLLM of this Python. It is the right answer if this process starts engines itself."""
     here = vllm_version()
     return EngineVllm(here, HERE, here, None)
 
 
 def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> EngineVllm:
-    """Returns the vLLM that the engines of a config will have.
+    """Returns the vLLM that the engines of a config will have. `variables` are the environment variables of the run.
 
-    In most runs it is the vLLM in the environment that NeMo-RL's checkout has made for its engines. If there is no such
-    environment yet, it is the version in `uv.lock`, from which NeMo-RL would make one. For a local run, without a checkout, or
-    with `NEMO_RL_PY_EXECUTABLES_SYSTEM=1`, by which NeMo-RL uses one Python for all, it is the vLLM of this Python.
+    In most runs, it is the vLLM in the environment that NeMo-RL has made for its engines. If NeMo-RL has not made it yet, it
+    is the version in NeMo-RL's `uv.lock`, from which it will be made. In a local run, or if there is no checkout of NeMo-RL,
+    it is the vLLM of this Python. The same holds with `NEMO_RL_PY_EXECUTABLES_SYSTEM=1`, because NeMo-RL then uses one Python
+    for all processes.
     """
     here = vllm_version()
     checkout = nemo_rl_checkout() if runtime_of(tree) == "nemo_rl" else None
@@ -60,10 +61,10 @@ def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> Engine
 
 
 def vllm_differences(vllm: EngineVllm) -> Iterator[Finding]:
-    """Yields findings about what a user may not expect of the engines' vLLM.
+    """Yields findings if the vLLM of a run's engines is another one than the user may expect.
 
-    They tell if NeMo-RL's pin has a problem, if this Python has another version, or if the engines' version is not the pinned
-    one.
+    That is so if the engines' version differs from the version in this Python, or from the version that NeMo-RL pins. A
+    problem with NeMo-RL's pin is a finding too.
     """
     if vllm.pin is not None and (problem := vllm.pin.problem) is not None:
         yield Finding("vllm", problem, "warning")

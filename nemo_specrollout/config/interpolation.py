@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes values that a config has as expressions, such as ${mul:${policy.length}, 2} and ${oc.env:HF_HOME}."""
+"""Computes those values of a config that are expressions, such as ${mul:${policy.length}, 2} and ${oc.env:HF_HOME}."""
 
 import operator
 import re
@@ -13,13 +13,13 @@ from omegaconf.resolvers import oc
 
 # OmegaConf cannot inspect the signature of `max` itself.
 _RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda *values: max(values)}
-"""NeMo-RL's functions for values such as ${mul:${policy.max_total_sequence_length}, 2}."""
+"""The functions that NeMo-RL's configs may use in expressions such as ${mul:${policy.max_total_sequence_length}, 2}."""
 _NO_DEFAULT = "nemo_specrollout: no default"
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def register_resolvers() -> None:
-    """Registers NeMo-RL's functions with OmegaConf, unless NeMo-RL has done so."""
+    """Registers with OmegaConf the functions that NeMo-RL's configs may use, unless NeMo-RL itself has registered them."""
     with warnings.catch_warnings():
         # OmegaConf 2.4 renames this method to one that means something else in 2.3.
         warnings.simplefilter("ignore", UserWarning)
@@ -30,10 +30,10 @@ def register_resolvers() -> None:
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Lets ${oc.env:NAME} read `variables` in place of this process's environment, within the `with` block.
+    """Context in which ${oc.env:NAME} reads `variables` instead of this process's environment.
 
-    Yields a mapping from paths of values to names of variables. It gets an entry whenever a value is read whose variable is
-    missing and has no default. Such a value becomes the text `$NAME`.
+    If a variable is missing and the expression has no default, the value becomes the text `$NAME`. The context yields a
+    mapping that collects these cases, from the path of the value to the name of the variable.
     """
     unknown = dict[str, str]()
 
@@ -59,7 +59,7 @@ def _register_environment(function: Any) -> None:
 
 
 def resolved(tree: DictConfig) -> dict[str, Any]:
-    """Returns a config tree with every value computed.
+    """Returns a config as nested dictionaries with all of its expressions computed.
 
     Raises OmegaConf's errors, and RecursionError if values refer to each other in a circle.
     """
@@ -67,7 +67,7 @@ def resolved(tree: DictConfig) -> dict[str, Any]:
 
 
 def escaped(node: Any) -> Any:
-    """Returns a computed config tree with each ${ in its texts escaped, so that a reader of the tree does not compute it."""
+    """Returns a computed config with each ${ in its texts escaped, so that OmegaConf will not take it for an expression."""
     if isinstance(node, Mapping):
         return {key: escaped(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -76,8 +76,8 @@ def escaped(node: Any) -> Any:
 
 
 def _escaped_text(text: str) -> str:
-    """Returns `text` with a backslash put before each ${, and with backslashes directly before that doubled.
+    """Returns `text` with a backslash added before each ${.
 
-    Backslashes in other places have no special meaning and stay as they are.
+    If there are backslashes directly before ${, they are doubled. Other backslashes have no special meaning, and so they stay.
     """
     return _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists known faults of vLLM and NeMo-RL versions, with the configs that meet them and what helps. Imports no torch.
+"""Lists known faults of vLLM and NeMo-RL, each with its versions, the configs that it affects, and what helps against it.
 
-Each fault was read in the code of its package or seen in a run. For most of them, docs/upstream/ has a proposal how to mend
-it. A fault that `check` can find in the installed files is reported as a finding (`nemo_rl_config.py`) and is not listed here.
+Each fault was read in the code of vLLM or NeMo-RL, or seen in a run. docs/upstream/ has a proposal how to mend most of them.
+Faults that can be found by looking into the installed files are not in this list, because `nemo_rl_config.py` reports them.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ MOVED_MODULES = {
     "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
     "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
 }
-"""Modules that NeMo-RL's HTTP server imports, with their newer names. vLLM 0.32 renamed the first, and vLLM 0.29 the second.
+"""Modules of vLLM that NeMo-RL's HTTP server imports, with their new names. vLLM 0.32 renamed the first, and 0.29 the second.
 
-Our engine actor lets the server import them by their old names.
+This package's engine actor lets the server import them by their old names.
 """
 VLLM = "vllm"
 NEMO_RL = "nemo-rl"
@@ -41,25 +41,25 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class KnownTrap:
-    """A known fault of a package."""
+    """A known fault of vLLM or NeMo-RL that can spoil a run, often without an error."""
 
     package: str
-    """`VLLM` or `NEMO_RL`."""
+    """Name of the package that has the fault, which is `VLLM` or `NEMO_RL`."""
     affects: Callable[[Tree], bool]
-    """Tells whether a config runs into the fault."""
+    """Function that tells whether the fault affects the run of a config."""
     symptom: str
-    """What happens, and when, without a full stop."""
+    """Sentence without a full stop that says what goes wrong, and when."""
     remedy: str
-    """What this package does about it, or what the user can do, without a full stop."""
+    """Sentence without a full stop that says what this package does about the fault, or what the user can do."""
     since: Version | None = None
-    """First version with the fault; None if all supported versions before `before` have it."""
+    """First version with the fault. None if the oldest supported version has it."""
     before: Version | None = None
-    """First version without the fault; None if there is none yet."""
+    """First version without the fault. None if all newer versions have it."""
     is_ours: bool = True
-    """Whether this package avoids the fault while the block is on. If not, only the user can avoid it."""
+    """True if this package avoids the fault while the block `specrollout` is on. False if only the user can avoid it."""
 
     def is_in(self, version: str | None) -> bool:
-        """Returns whether a version has the fault. An unknown version (None) counts as one that has it.
+        """Tells whether a version of the package has the fault. If the version is not known (None), the answer is True.
 
         A version that does not begin with numbers counts as newer than all others.
         """
@@ -74,7 +74,7 @@ class KnownTrap:
 
     @property
     def versions(self) -> str:
-        """The package and its versions with the fault, such as `vllm before 0.29.0`."""
+        """Words for the package and its versions that have the fault, such as `vllm before 0.29.0`."""
         low = "" if self.since is None else f" from {_in_words(self.since)}"
         high = "" if self.before is None else f" before {_in_words(self.before)}"
         return f"{self.package}{low}{high}"
@@ -82,19 +82,19 @@ class KnownTrap:
 
 @dataclass(frozen=True)
 class MetTrap:
-    """A known fault that a config meets with the packages that its run will have."""
+    """A known fault of vLLM or NeMo-RL that affects the run of a config."""
 
     trap: KnownTrap
     version: str | None
-    """Version of the package in the run; None if it is not known, because the run may start on another machine."""
+    """Version of the faulty package that the run will have. None if it is not known, because the package is not here."""
     is_avoided: bool
     """Whether this package avoids the fault in this run."""
     place: str = HERE
-    """Where this version is installed: `here`, or words for another place, such as those of `EngineVllm.place`."""
+    """Words for the place where the faulty package is installed, as in `EngineVllm.place`."""
 
     @property
     def state(self) -> str:
-        """`avoided` or `not avoided`."""
+        """The word `avoided` or the words `not avoided`."""
         return "avoided" if self.is_avoided else "not avoided"
 
     def __str__(self) -> str:
@@ -106,10 +106,10 @@ class MetTrap:
 
 
 def known_traps(tree: Tree) -> list[MetTrap]:
-    """Returns the faults that a config meets with the versions that its run will have, as far as they are known.
+    """Returns the known faults of vLLM and NeMo-RL that affect the run of a config.
 
-    The version of vLLM is the one of the engines (`engine_vllm.py`). If a package's version is not known, the faults of all
-    its versions are returned. Raises ConfigError for a config whose drafters cannot be read.
+    They depend on the version of NeMo-RL and on the version of vLLM that the engines will have. If a version is not known, all
+    faults of the package count. Raises ConfigError if the config's drafters cannot be read.
     """
     vllm = engine_vllm(tree)
     versions = {VLLM: (vllm.version, vllm.place), NEMO_RL: (nemo_rl_version(), HERE)}
@@ -126,7 +126,7 @@ def _in_words(version: Version) -> str:
 
 
 def _samples_drafts(tree: Tree) -> bool:
-    """Returns whether drafts are sampled by a model, at a temperature above 0."""
+    """Tells whether a drafter with weights samples its draft tokens at a temperature above 0."""
     is_sampled = at(tree, f"{GENERATION}.temperature", 1.0) != 0
     return is_sampled and not {"eagle", *MODEL_DRAFTERS}.isdisjoint(drafter_types(tree))
 
@@ -136,27 +136,27 @@ def _has_eagle3_head(tree: Tree) -> bool:
 
 
 def _has_native_head(tree: Tree) -> bool:
-    """Returns whether vLLM's own `speculative_config` drafts with a head that NeMo-RL trains or loads."""
+    """Tells whether the config's `speculative_config` for vLLM has a draft head that NeMo-RL trains or loads."""
     return bool(native_drafts(tree)) and (_head_is_trained(tree) or "mtp" in drafter_types(tree))
 
 
 def _has_delta_rule(tree: Tree) -> bool:
-    """Returns whether the policy has layers of the gated delta rule, and the run has drafters."""
+    """Tells whether the policy has layers of the gated delta rule, and the run has drafters."""
     families = families_of(str(at(tree, "policy.model_name")), model_config(tree) or {})
     return bool(drafter_types(tree)) and any(row["name"] == "hybrid, gated delta rule" for row in families)
 
 
 def _serves_http(tree: Tree) -> bool:
-    """Returns whether NeMo-RL's engines serve HTTP, which a local run's engines never do. NeMo-Gym turns the server on."""
+    """Tells whether the run's engines serve HTTP. The config or NeMo-Gym may ask NeMo-RL for it. Local engines never do."""
     serves = at(tree, f"{VLLM_CFG}.expose_http_server") or at(tree, "env.should_use_nemo_gym")
     return runtime_of(tree) == "nemo_rl" and bool(serves)
 
 
 def _keeps_stale_prefixes(tree: Tree) -> bool:
-    """Returns whether the engines of an asynchronous run cache prefixes, and keep them when weights change.
+    """Tells whether engines of an asynchronous run keep cached prefixes of old weights when the weights change.
 
-    With `recompute_kv_cache_after_weight_updates`, NeMo-RL asks vLLM to drop the cached prefixes. vLLM does so only if no
-    request is running, which is certain only without in-flight weight updates.
+    With `recompute_kv_cache_after_weight_updates`, NeMo-RL asks vLLM to drop the cached prefixes. But vLLM does so only if no
+    request runs. With in-flight weight updates, some requests may run.
     """
     block = asynchronous_block(tree)
     is_controlled = at(tree, "async_rl") is not None
@@ -235,4 +235,4 @@ TRAPS = (
         "each prompt has a cache salt that names the weights, so no request finds a prefix of older ones",
     ),
 )
-"""The known faults of supported versions. Faults of other versions are not listed, because `check` refuses those versions."""
+"""The known faults of the supported versions of vLLM and NeMo-RL. The command `check` refuses other versions."""

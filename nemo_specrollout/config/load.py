@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a YAML config as NeMo-RL does: `defaults:` inheritance, interpolation, `key=value` overrides.
+"""Reads a YAML config as NeMo-RL does. A config inherits from the files in `defaults`, and the command line may override keys.
 
-An error is a ConfigError that names the file or the override, line and column if they are known, and the usual fix.
+Every error is a ConfigError that names the file or the override, the line and column if they are known, and the usual fix.
 """
 
 import errno
@@ -22,24 +22,25 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.storage.files import read_regular
 
 NEMO_RL_DIR = "NEMO_RL_DIR"
-"""Environment variable with the folder of NeMo-RL, which the shipped recipes use in `defaults`."""
+"""Environment variable with the folder of NeMo-RL. The recipes of this package use it in `defaults`."""
 _MAX_BYTES = 16 << 20
 _SHOWN = 120
 _REPLACES = "_override_"
-"""A block at the top of a file with this key set to true replaces its parents' block instead of merging with it."""
+"""If a block at the top of a file has this key set to true, it replaces the inherited block instead of merging with it."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the config of the file at `path`, merged with its `defaults`, with `overrides` applied and all values computed.
+    """Reads the config at `path`, merges it with its `defaults`, applies `overrides`, and computes all of its expressions.
 
-    The file overrides its `defaults`, and later files of `defaults` override earlier ones. `overrides` have NeMo-RL's grammar.
-    Raises ConfigError for anything that cannot be read or merged.
+    Returns the config as nested dictionaries. The file overrides the files in its `defaults`, and later files in `defaults`
+    override earlier ones. `overrides` are texts such as `grpo.max_num_steps=3` in NeMo-RL's grammar. Raises ConfigError if
+    anything cannot be read, merged or computed.
     """
     return resolve_config(merge_config(path, overrides), path, overrides)
 
 
 def merge_config(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """Returns the config of `load_config` before values such as ${oc.env:HOME} are computed."""
+    """Reads the config at `path` like `load_config`, but does not compute expressions such as ${oc.env:HOME}."""
     tree = _load_with_defaults(path, ())
     for override in overrides:
         parse_override(override).apply(tree)
@@ -47,9 +48,9 @@ def merge_config(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def resolve_config(tree: DictConfig, path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the tree of `merge_config` with its values computed.
+    """Computes the expressions in a config that `merge_config` has read, and returns it as nested dictionaries.
 
-    Raises ConfigError if one cannot be computed. The error names the override that set the value, or else the file.
+    Raises ConfigError if a value cannot be computed. The error names the override that has set the value, or else the file.
     """
     register_resolvers()
     try:
@@ -63,10 +64,10 @@ def resolve_config(tree: DictConfig, path: Path, overrides: Sequence[str] = ()) 
 
 
 def new_keys(path: Path, overrides: Sequence[str]) -> list[tuple[str, str, list[str]]]:
-    """Returns the overrides without `+` whose key is not in the config at `path`.
+    """Returns those overrides that set a key which the config at `path` does not have, except overrides that begin with `+`.
 
-    Each is a tuple of the override, the first name of its key that is missing, and the names that the block above it has.
-    Raises ConfigError for an override that cannot be read or applied.
+    Each entry is a tuple of the override, the first name in its key that is missing, and the names that the config has in the
+    same block. Raises ConfigError if an override cannot be read or applied.
     """
     tree = _load_with_defaults(path, ())
     found = list[tuple[str, str, list[str]]]()
@@ -94,7 +95,7 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
 
 
 def _parents(path: Path, tree: DictConfig) -> list[Path]:
-    """Returns the files that `defaults` names in `tree`, which was read from `path`. Removes `defaults` from `tree`."""
+    """Returns the files in `defaults` of `tree`, which was read from `path`. Removes the key `defaults` from `tree`."""
     written = str(OmegaConf.to_container(tree, resolve=False).get("defaults"))  # type: ignore[union-attr]
     hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
     try:
@@ -111,9 +112,9 @@ def _parents(path: Path, tree: DictConfig) -> list[Path]:
 
 
 def _with_file(below: DictConfig, above: DictConfig, path: Path) -> DictConfig:
-    """Returns `below` with `above`, which was read from `path`, merged into it.
+    """Merges the content `above` of the file `path` into the inherited config `below`, and returns the result.
 
-    A block of `above` with the mark `_override_` replaces the block of `below`.
+    If a block of `above` has `_override_: true`, it replaces the inherited block.
     """
     for key in list(above):
         # A child may set a mandatory value (`???`). Interpolations are resolved after all merges.
@@ -131,7 +132,7 @@ def _with_file(below: DictConfig, above: DictConfig, path: Path) -> DictConfig:
 
 
 def _read_yaml(path: Path) -> Any:
-    """Returns the OmegaConf tree of the file at `path`. Raises ConfigError for any content that it cannot read."""
+    """Returns the content of the YAML file at `path` as OmegaConf reads it. Raises ConfigError if it cannot be read."""
     text = _read_text(path)
     try:
         return OmegaConf.load(io.StringIO(text))

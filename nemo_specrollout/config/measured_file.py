@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of measurements, which one command writes and a run or another command reads."""
+"""Base class of files with measurements, which one command writes and a run or another command reads."""
 
 import json
 from collections.abc import Sequence
@@ -12,23 +12,26 @@ from nemo_specrollout.storage.files import read_regular
 from nemo_specrollout.storage.text_files import parse_json
 
 _SHOWN = 300
-"""The most characters of an error's reason that are shown. A reason quotes the value, which may be a whole wrong file."""
+"""Maximum number of characters of an error's reason that the user sees. A reason may quote the content of a wrong file."""
 
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """Base of files of measurements. The fields of a subclass are the keys of its file."""
+    """Base class of the content of JSON files with measurements. The fields of a subclass are the keys of its file."""
 
     KIND: ClassVar[str]
-    """Name of the command that writes the file, and of its content."""
+    """Name of the command that writes the file. It is also what users call the file."""
 
     def to_json(self) -> str:
-        """Returns the text of the file."""
+        """Returns the content as the text of a JSON file."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path, field: str) -> Self:
-        """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
+        """Reads the file at `path`, which the user has named in `field` of a config.
+
+        Raises ConfigError with the field, the path and a fix if the file cannot be read or has wrong content.
+        """
         try:
             return build(cls, parse_json(read_regular(path)), "")
         except ConfigError as error:
@@ -45,7 +48,10 @@ class MeasuredFile:
 
 
 def check_columns(path: str, **columns: Sequence[float]) -> None:
-    """Raises ConfigError unless the columns at `path` are equally long and not empty, and the first one strictly increases."""
+    """Raises ConfigError if columns of a measured table differ in length or are empty, or if the first does not increase.
+
+    `path` is the field that has the columns.
+    """
     first, values = next(iter(columns.items()))
     if not values or len({len(column) for column in columns.values()}) > 1:
         sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges config trees, and tells in a sentence what OmegaConf or the YAML parser cannot read or merge."""
+"""Merges configs, and turns errors of OmegaConf and the YAML parser into sentences for the user."""
 
 from typing import Any
 
@@ -23,16 +23,19 @@ _FIXES = {
     "single document": "remove the '---' between them",
     "not allowed": "remove that character",
 }
-"""Usual fix of a mistake, by words of the parser's message."""
+"""The usual fix of a mistake in a YAML file, by words in the message of the YAML parser."""
 UNREADABLE = (OmegaConfBaseException, yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError)
-"""Errors that OmegaConf and the YAML parser raise about what a user wrote. TypeError is another, which is handled apart."""
+"""Types of errors that OmegaConf and the YAML parser raise if a user has made a mistake.
+
+TypeError is not among them. It is caught separately, because after a failed merge it means that a block met a list (`clash`).
+"""
 
 
 def merged(below: DictConfig, above: DictConfig, where: str, other_fix: str = "") -> DictConfig:
-    """Returns `below` with `above` merged into it.
+    """Merges the config `above` into the config `below`, and returns the result.
 
-    Raises ConfigError if they do not fit together. Its message begins with `where`, and ends with `other_fix` if a block and a
-    list meet.
+    Raises ConfigError if a key is a block of keys in one config and a list in the other, or if a value cannot be read. The
+    message begins with `where`. In the first case it ends with `other_fix`.
     """
     try:
         return OmegaConf.merge(below, above)  # type: ignore[return-value]
@@ -44,7 +47,10 @@ def merged(below: DictConfig, above: DictConfig, where: str, other_fix: str = ""
 
 
 def clash(below: Any, above: Any, path: str = "") -> str:
-    """Returns a sentence about the first key that is a block in one tree and a list in the other; empty if none is."""
+    """Returns a sentence about the first key that is a block of keys in one config and a list in the other, or "" if none is.
+
+    `path` is the key in the whole config at which `below` and `above` are.
+    """
     if isinstance(below, dict) and isinstance(above, dict):
         inner = (clash(below[key], value, join(path, key)) for key, value in above.items() if key in below)
         return next(filter(None, inner), "")
@@ -54,7 +60,7 @@ def clash(below: Any, above: Any, path: str = "") -> str:
 
 
 def problem(error: Exception) -> str:
-    """Returns one line about a YAML error, with the usual fix, or about an OmegaConf error, with its key."""
+    """Returns one line about an error of the YAML parser or of OmegaConf, with the usual fix or the key if it is known."""
     is_marked = isinstance(error, yaml.MarkedYAMLError)
     text = str(error.problem or error.context) if is_marked else str(error).split("\n", 1)[0]  # type: ignore[attr-defined]
     text = " ".join(text.split())

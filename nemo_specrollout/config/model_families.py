@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of models and options of a run, and what drafts mean for them. The tables are `model_families.yaml`.
+"""Tells how speculative decoding works for a family of models or an option of a run, from `model_families.yaml`.
 
-Models are told apart by their names or their config.json alone, so transformers is not needed.
+A model is recognized by its name or its config.json alone, so transformers is not needed.
 """
 
 import re
@@ -17,39 +17,42 @@ from nemo_specrollout.installed.versions import version_numbers
 
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 _STATELESS = ("attention", "moe", "mlp", "dense", "sparse")
-"""Words in the names of layers without a recurrent state, in transformers' lists of layer types."""
+"""Words in the names that transformers' configs give to types of layers without a recurrent state."""
 _STATE_SIZES = ("ssm_state_size", "mamba_d_state", "state_size", "linear_num_value_heads", "conv_L_cache")
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 
 NEWEST_FAMILY = (0, 32, 0)
-"""First version of vLLM whose V2 model runner the column `tested` is about. The column `older` is about earlier versions."""
+"""First version of vLLM to which the column `tested` of the tables applies. The column `older` applies to earlier versions."""
 NOT_TRIED = "not tried"
 
 Row = dict[str, Any]
-"""A row of the tables. It has a name, the texts `drafts`, `tested` and `older`, and the patterns by which a config fits."""
+"""A row of a table in `model_families.yaml`.
+
+It has a name, the texts `drafts`, `tested` and `older`, and patterns for the configs to which the row applies.
+"""
 
 
 @cache
 def _tables() -> dict[str, list[Row]]:
-    """Returns the rows of the tables `families` and `options`."""
+    """Returns the rows of each table in `model_families.yaml`, by the table's name, `families` or `options`."""
     return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_suffix(".yaml")))  # type: ignore[return-value]
 
 
 def all_families() -> list[Row]:
-    """Returns the rows of all families."""
+    """Returns the rows of all families of models in `model_families.yaml`."""
     return _tables()["families"]
 
 
 def all_options() -> list[Row]:
-    """Returns the rows of all options."""
+    """Returns the rows of all options of a run in `model_families.yaml`."""
     return _tables()["options"]
 
 
 def families_of(model: str, config: Mapping[str, Any]) -> list[Row]:
-    """Returns the rows of the families that a model belongs to. The list is empty if none is known.
+    """Returns the rows of the families to which a model belongs. The list is empty if no family is known.
 
-    The model is recognized by its config.json, or by its name if `config` is empty. A dense model has no special layers, so
-    the family `dense` is returned only if the model belongs to no other family.
+    `config` is the model's config.json. If it is empty, the model is recognized by its name `model`. The family `dense` is for
+    models without special layers, so it is only returned if the model belongs to no other family.
     """
     names = [str(block.get("model_type", "")) for block in _blocks(config)] if config else [model]
     rows = [row for row in all_families() if any(re.search(row["match"], name.lower()) for name in names)]
@@ -57,12 +60,15 @@ def families_of(model: str, config: Mapping[str, Any]) -> list[Row]:
 
 
 def options_of(tree: Tree) -> list[Row]:
-    """Returns the rows of the options that are on in a config."""
+    """Returns the rows of those options of `model_families.yaml` that are on in a config."""
     return [row for row in all_options() if any(_begins(at(tree, path), value) for path, value in _fields(row))]
 
 
 def row_in_words(row: Row, version: str | None) -> str:
-    """Returns what a row says of drafts with a version of vLLM, which may be unknown (None)."""
+    """Returns a sentence about how drafts work for the family or option of `row`, and how this was tested.
+
+    `version` is the version of vLLM, or None if it is not known.
+    """
     numbers = None if version is None else version_numbers(version)
     is_older = numbers is not None and numbers < NEWEST_FAMILY
     tested = row.get("older", NOT_TRIED) if is_older else row["tested"]
@@ -71,7 +77,10 @@ def row_in_words(row: Row, version: str | None) -> str:
 
 
 def _fields(row: Row) -> Iterable[tuple[str, str]]:
-    """Returns pairs of a path in a config and the beginning of the values there that turn the option on."""
+    """Returns the places of a config that can turn on the option of `row`, as pairs of a path and the beginning of a value.
+
+    The option is on if the value at the path begins like this.
+    """
     return row.get("fields", {}).items()
 
 
@@ -80,9 +89,10 @@ def _begins(value: Any, beginning: str) -> bool:
 
 
 def recurrent_layers(config: Mapping[str, Any]) -> str | None:
-    """Returns the entry of a config.json that tells of recurrent layers, such as `layer_types: linear_attention`; else None.
+    """Returns the entry of a config.json which shows that a model has recurrent layers, or None if it has none.
 
-    Such layers (Mamba, gated delta rule, short convolution) keep a state for each request.
+    An example is `layer_types: linear_attention`. Recurrent layers, such as Mamba or the gated delta rule, keep a state for
+    each request.
     """
     for block in _blocks(config):
         for name in _LAYER_LISTS:
@@ -99,7 +109,7 @@ def recurrent_layers(config: Mapping[str, Any]) -> str | None:
 
 
 def _blocks(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields a config, and the config of its language model if it has several modalities."""
+    """Yields a config.json, and if its model has several modalities, the block in it about the language model."""
     yield config
     for name in _INNER:
         if isinstance(inner := config.get(name), Mapping):

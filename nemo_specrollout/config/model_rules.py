@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the folders of a run's models have the files and the sizes that vLLM needs of the policy and its drafters.
+"""Checks that the folders of a run's policy and drafters have the files and the sizes that vLLM needs.
 
-A draft head has to fit its policy in more ways, which `heads/files` checks.
+The package `heads/files` checks further whether a draft head fits its policy.
 """
 
 import os
@@ -37,36 +37,36 @@ from nemo_specrollout.storage.model_folder import (
 _POLICY = "policy.model_name"
 _MAX_LENGTH = f"{VLLM_CFG}.max_model_len"
 _LONG_LENGTHS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-"""Environment variable with which vLLM allows texts that are longer than its policy was made for."""
+"""Environment variable with which vLLM allows texts that are longer than `max_position_embeddings` of the policy."""
 _CONFIG_OVERRIDES = ("policy.hf_config_overrides", f"{VLLM_KWARGS}.hf_overrides", f"{VLLM_KWARGS}.hf_config_path")
-"""Keys that replace values of a policy's config.json."""
+"""Keys of a config that replace values of the policy's config.json."""
 _IN_THE_ENGINE = ("draft_model", "dflash", "dspark")
-"""Drafters that draft at every position of a request, and so must be made for texts as long as `max_model_len`.
+"""Types of drafters whose `max_position_embeddings` must be at least `max_model_len`, because they draft at every position.
 
-The same holds for EAGLE-3 heads, which `heads/files` checks.
+The same holds for EAGLE-3 heads, but the package `heads/files` checks those.
 """
 _NATIVE_HEADS = ("eagle", "eagle3")
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A model that a config names."""
+    """A model that a config names, which is the policy or the model of a drafter."""
 
     field: str
     name: Any
-    """Folder, or name on the Hub."""
+    """Folder of the model, or its name on the Hugging Face Hub."""
     kind: str
-    """Type of the drafter, empty for the policy."""
+    """Type of the drafter, or empty for the policy."""
 
     @property
     def folder(self) -> Path | None:
-        """The folder, if it is on this machine."""
+        """The model's folder, or None if it is not on this machine."""
         is_here = isinstance(self.name, str) and self.name and Path(self.name).is_dir()
         return Path(self.name) if is_here else None
 
 
 def model_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about the models that the config names, and about drafting layers of the policy itself (MTP)."""
+    """Yields findings about the models that a config names, and about the policy's layers for multi-token prediction (MTP)."""
     models = _models(tree)
     policy = models[0]
     found = [finding for model in models for finding in _loading(model, Path(policy.name))]
@@ -80,7 +80,7 @@ def model_findings(tree: Tree) -> Iterator[Finding]:
 
 
 def _models(tree: Tree) -> list[_Model]:
-    """Returns the policy, and after it the drafters that have a folder or a name on the Hub."""
+    """Returns the models that a config names. The first is the policy, and the others are the models of drafters."""
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
     drafters = [_Model(f"{SPECULATIVE_CONFIG}.model", native.get("model"), str(native.get("method")))]
     drafters += [_Model(f"{BLOCK_PATH}.drafters", d.get("model"), str(d.get("type"))) for d in named_drafters(tree)]
@@ -88,7 +88,7 @@ def _models(tree: Tree) -> list[_Model]:
 
 
 def _loading(model: _Model, policy: Path) -> Iterator[Finding]:
-    """Yields an error if the model's folder cannot be loaded, or a note if its folder is not on this machine."""
+    """Yields an error if vLLM could not load the model's folder, or a note if its folder is not on this machine."""
     if model.folder is not None:
         try:
             check_model(model.folder, policy, model.kind)
@@ -101,14 +101,14 @@ def _loading(model: _Model, policy: Path) -> Iterator[Finding]:
 
 
 def _layer_config(folder: Path) -> Mapping[str, Any]:
-    """Returns the block of a config.json that has the sizes of a language model, or of a head's layers."""
+    """Returns the block of a folder's config.json that has the sizes of the language model, or of a draft head's layers."""
     config = read_object(folder / "config.json")
     inner = config.get("transformer_layer_config")
     return inner if isinstance(inner, Mapping) else text_config(config)
 
 
 def _sizes(tree: Tree, model: _Model) -> Iterator[Finding]:
-    """Yields findings if a model has too few positions, or attention heads that the GPUs of an engine cannot share equally."""
+    """Yields findings if a model has too few positions for the run, or if GPUs cannot share its attention heads equally."""
     if model.folder is None:
         return
     where = model.folder / "config.json"
@@ -135,7 +135,7 @@ def _sizes(tree: Tree, model: _Model) -> Iterator[Finding]:
 
 
 def _policy_length(tree: Tree, policy: _Model) -> Iterator[Finding]:
-    """Yields an error if `max_model_len` is above the policy's number of positions, and no setting extends that number."""
+    """Yields an error if `max_model_len` is above the policy's `max_position_embeddings`, and no setting allows it."""
     length = at(tree, _MAX_LENGTH)
     allowed = os.environ.get(_LONG_LENGTHS) or at(tree, f"{VLLM_CFG}.env_vars.{_LONG_LENGTHS}")
     if policy.folder is None or allowed or not isinstance(length, int) or _is_overridden(tree):
@@ -154,12 +154,12 @@ def _policy_length(tree: Tree, policy: _Model) -> Iterator[Finding]:
 
 
 def _is_overridden(tree: Tree) -> bool:
-    """Returns whether values of the policy's config.json are replaced."""
+    """Tells whether a config replaces values of the policy's config.json."""
     return any(at(tree, key) for key in _CONFIG_OVERRIDES)
 
 
 def _mtp(tree: Tree, policy: _Model) -> Iterator[Finding]:
-    """Yields a finding if a run would draft with the policy's layers for multi-token prediction, but the policy has none."""
+    """Yields a finding if a run drafts with the policy's layers for multi-token prediction, but the policy has none."""
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
     is_native = str(native.get("method", "")).endswith("mtp") and not native.get("model")
     if not is_native and not any(d.get("type") == "mtp" for d in named_drafters(tree)):

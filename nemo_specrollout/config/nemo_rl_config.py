@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a NeMo-RL config with the block `specrollout`, and tells the block in effect and the script that runs the config."""
+"""Checks a config of NeMo-RL that has the block `specrollout`, and finds NeMo-RL's script that runs the config."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ from nemo_specrollout.installed.versions import (
 )
 
 ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillation"}
-"""The blocks of NeMo-RL's algorithms that have rollouts, with the names of the algorithms."""
+"""The algorithms of NeMo-RL that have rollouts, by the names of their blocks in a config."""
 _KINDS = ("error", "warning", "note")
 _BLOCKS = (
     "grpo",
@@ -66,14 +66,15 @@ _BLOCKS = (
     "logger",
     "checkpointing",
 )
-"""Paths of values that may be absent, and that must be blocks of keys if they are present."""
+"""Paths in a config that may be absent. But if they are present, they must be blocks of keys."""
 
 
 def effective_config(tree: Tree) -> SpecrolloutConfig | None:
-    """Returns the block of a NeMo-RL config; None if it is absent or has `enabled: false`.
+    """Returns the block `specrollout` of a NeMo-RL config, or None if it is absent or has `enabled: false`.
 
-    If the user has set vLLM's `speculative_config`, the returned block has no drafters, and our sampler verifies the drafts of
-    vLLM's own drafter. Raises ConfigError for a block that is not valid, or that names drafters beside `speculative_config`.
+    If the config sets vLLM's `speculative_config`, the returned block has no drafters. vLLM's own drafter then drafts, and
+    this package's sampler verifies. Raises ConfigError if the block is not valid, or if it names drafters beside
+    `speculative_config`.
     """
     if not block_is_on(tree):
         return None
@@ -90,17 +91,18 @@ def effective_config(tree: Tree) -> SpecrolloutConfig | None:
 
 
 def check_nemo_rl(tree: Tree) -> list[Finding]:
-    """Returns all findings about a NeMo-RL config: errors, then warnings, then notes.
+    """Checks a NeMo-RL config, and returns the findings. Errors come first, then warnings and notes.
 
-    If the block is off, they only tell whether it is in a wrong place, and whether NeMo-RL can start engines without it.
+    If the block `specrollout` is off, there are only two checks. One looks for the block in a wrong place, and the other tells
+    whether NeMo-RL can start engines without this package.
     """
     return _checked(tree)[1]
 
 
 def prepare_nemo_rl(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
-    """Returns the block of a config that can run, and the warnings and notes about it. The block is None if it is off.
+    """Checks a NeMo-RL config before a run. Returns the block `specrollout`, or None if it is off, and the warnings and notes.
 
-    Raises ConfigError for the first of the config's errors.
+    Raises ConfigError if the config has an error. The message is about the first one.
     """
     block, found = _checked(tree)
     errors = [finding for finding in found if finding.kind == "error"]
@@ -111,7 +113,10 @@ def prepare_nemo_rl(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]
 
 
 def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
-    """Returns the block, or None if it is off or invalid, and all findings, sorted from errors to notes."""
+    """Checks a NeMo-RL config. Returns the block `specrollout`, or None if it is off or not valid, and all findings.
+
+    Errors come first among the findings, then warnings and notes.
+    """
     block = None
     found = list(malformed(tree))
     if not found:
@@ -133,7 +138,10 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
 
 
 def malformed(tree: Tree) -> Iterator[Finding]:
-    """Yields errors that make all other checks impossible: no rollouts, or sections that are missing or are not blocks."""
+    """Yields the errors of a config that make all other checks impossible.
+
+    Such an error is a run without rollouts, a section that is missing, or a section that is not a block of keys.
+    """
     if (without := _without_rollouts(tree)) is not None:
         yield without
         return
@@ -168,9 +176,10 @@ def _nemo_rl_version() -> Iterator[Finding]:
 
 
 def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Finding]:
-    """Yields findings about the vLLM of the engines, and about parts of the config that this version cannot run.
+    """Yields findings about the version of the engines' vLLM, and about parts of the config that this version cannot run.
 
-    An unsupported version is an error if the run is certain to have it, and a warning otherwise.
+    If this package does not support the version, the finding is an error. But it is only a warning if the run may get another
+    version.
     """
     vllm = engine_vllm(tree)
     yield from vllm_differences(vllm)
@@ -187,7 +196,7 @@ def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Find
 
 
 def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if NeMo-RL without this package cannot start an engine with the vLLM that its engines have."""
+    """Yields a warning if NeMo-RL cannot start engines with their version of vLLM as long as the block is off."""
     if at(tree, "policy.generation.backend") != "vllm":
         return
     vllm = engine_vllm(tree)
@@ -207,12 +216,12 @@ def _has(*paths: str) -> Callable[[Tree], bool]:
 
 
 def _is_multimodal(tree: Tree) -> bool:
-    """Returns whether a GRPO config has prompts with images, video or audio, which need NeMo-RL's `vlm` data processor."""
+    """Tells whether a GRPO config has prompts with images, video or audio, whose data processor's name begins with `vlm`."""
     return _has("grpo")(tree) and any(str(name).startswith("vlm") for name in values_of(tree.get("data"), "processor"))
 
 
 def values_of(node: Any, key: str) -> Iterator[Any]:
-    """Yields the values under `key` in any block of `node`, also in lists."""
+    """Yields the values that `key` has in any block of the config `node`, at any depth and also inside lists."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from (value,) if name == key else values_of(value, key)
@@ -231,9 +240,9 @@ _SCRIPTS: tuple[tuple[str, Callable[[Tree], bool]], ...] = (
     ("examples/run_vlm_grpo.py", _is_multimodal),
     ("examples/run_grpo.py", _has("grpo")),
 )
-"""Scripts with their conditions; the first condition that holds decides."""
+"""Scripts of NeMo-RL, each with a condition on the config. The first script whose condition holds runs the config."""
 _NO_ROLLOUTS = ("teachers", "sft", "dpo", "rm")
-"""Blocks of algorithms that train on given data, e.g. distillation from several teachers."""
+"""Blocks of NeMo-RL's algorithms that have no rollouts, because they train on given data."""
 
 
 def _without_rollouts(tree: Tree) -> Finding | None:
@@ -246,9 +255,9 @@ def _without_rollouts(tree: Tree) -> Finding | None:
 
 
 def script_of(tree: Tree) -> str:
-    """Returns the path of the script that runs a config, relative to NeMo-RL's checkout.
+    """Returns the path of NeMo-RL's script that runs a config, relative to NeMo-RL's checkout.
 
-    Raises ConfigError for a config that no script runs.
+    Raises ConfigError if no script with rollouts runs the config.
     """
     if (without := _without_rollouts(tree)) is not None:
         raise ConfigError(str(without))

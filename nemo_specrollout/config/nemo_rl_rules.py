@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about NeMo-RL configs: sampling, asynchrony, draft heads, engines, models, and overrides."""
+"""Checks NeMo-RL configs for settings that do not fit this package, in sampling, draft heads, engines and overrides."""
 
 import json
 import os
@@ -38,7 +38,7 @@ from nemo_specrollout.config.strict import nearest
 
 
 def trainer_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about NeMo-RL's draft heads and prompt files, which do not depend on the generation backend."""
+    """Yields findings about the draft head that NeMo-RL trains, and about prompt files."""
     layers = at(tree, "policy.draft.aux_layer_indices")
     if at(tree, "policy.draft.enabled") and layers:
         text = f"{layers}; NeMo-RL sizes the head by it, and then captures its default layers: set it to null"
@@ -47,14 +47,14 @@ def trainer_findings(tree: Tree) -> Iterator[Finding]:
 
 
 def _has_unseeded_clients(tree: Tree) -> bool:
-    """Returns whether the HTTP server may get requests without a seed. NeMo-Gym's requests have seeds."""
+    """Tells whether an engine's HTTP server may get and accept requests without a seed. NeMo-Gym's requests have seeds."""
     return not at(tree, "env.should_use_nemo_gym") and at(tree, f"{BLOCK_PATH}.http_seeds") != "required"
 
 
 def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
-    """Returns a function that tells whether a value is not a size.
+    """Returns a function that tells whether a value is wrong for a size.
 
-    Sizes are whole numbers from `low` on, the numbers in `others`, and None, which means that nothing is set.
+    Right values are whole numbers of at least `low`, the numbers in `others`, and None, which means that the size is not set.
     """
 
     def trips(value: Any) -> bool:
@@ -65,7 +65,7 @@ def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
 
 
 def _no_share(value: Any) -> bool:
-    """Returns whether a value is not a share. Shares are numbers above 0 and up to 1, and None, which is no value at all."""
+    """Tells whether a value is wrong for a share. Right values are numbers above 0 and up to 1, and None if it is not set."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value is not None and not (is_number and 0 < value <= 1)
 
@@ -150,9 +150,10 @@ def _data_plane(tree: Tree) -> Iterator[Finding]:
 
 
 def _sampling(tree: Tree) -> Iterator[Finding]:
-    """Yields findings about the temperature, and about log-probs of the engine that are not those of the trainer.
+    """Yields findings if the temperature is out of range, or if the engine's log-probs differ in kind from the trainer's.
 
-    NeMo-RL trains on the log-probs after temperature, top-p and top-k (distributed/model_utils.py:848).
+    NeMo-RL trains on log-probs after temperature, top-p and top-k (distributed/model_utils.py:848). So the engine must return
+    such log-probs too.
     """
     path = f"{GENERATION}.temperature"
     temperature = at(tree, path, 1.0)
@@ -183,7 +184,7 @@ def _native_drafts(tree: Tree) -> Iterator[Finding]:
 def _prompt_files(tree: Tree) -> Iterator[Finding]:
     """Yields a note for each prompt file that a run would not find.
 
-    A run looks for them in the folder where it is started, and then in NeMo-RL's checkout.
+    A run looks for a prompt file in the folder where the run is started, and then in NeMo-RL's checkout.
     """
     checkout = nemo_rl_checkout()
     for path, name in strings_at(tree, PROMPT_FILES):
@@ -199,25 +200,25 @@ def _prompt_files(tree: Tree) -> Iterator[Finding]:
 
 
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
-"""Keys of NeMo-RL's configs that name files relative to its checkout."""
+"""Keys of NeMo-RL's configs that name prompt files. The names are relative to NeMo-RL's checkout."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _V1_METHODS = ("suffix", "custom_class", "medusa", "mlp_speculator")
 """Draft methods that only vLLM's V1 model runner has."""
 _V1_OPTIONS = ("parallel_drafting", "disable_padded_drafter_batch", "use_heterogeneous_vocab")
 """Options of `speculative_config` that only vLLM's V1 model runner has."""
 _PARALLEL_METHODS = ("dflash", "dspark")
-"""Methods that always draft all positions in one pass, which the V2 model runner can do."""
+"""Draft methods for which vLLM's V2 model runner accepts `parallel_drafting`, because they draft all positions in one pass."""
 
 
 def backend_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields an error if the generation backend is not vLLM. No other rule about the engines can be checked then."""
+    """Yields an error if the generation backend is not vLLM. In this case no other rule about engines can be checked."""
     if (backend := at(tree, f"{GENERATION}.backend")) != "vllm":
         text = f"{json.dumps(backend)}; specrollout works only in vLLM: set it to vllm"
         yield Finding(f"{GENERATION}.backend", text, "error")
 
 
 def engine_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about vLLM's engines."""
+    """Yields findings about those settings of vLLM's engines and models with which this package cannot work as expected."""
     yield from broken(_RULES, tree)
     for function in (
         _remote_drafters,
@@ -232,7 +233,7 @@ def engine_findings(tree: Tree) -> Iterator[Finding]:
 
 
 def runner_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about vLLM's model runner, which also apply to a local run."""
+    """Yields findings about settings that vLLM's V2 model runner cannot have. They also apply to local runs."""
     # NeMo-RL passes its own environment on to the engines.
     path = f"{VLLM_CFG}.env_vars.{RUNNER_VARIABLE}"
     configured = at(tree, path)
@@ -292,7 +293,7 @@ def _parallelism(tree: Tree) -> Iterator[Finding]:
 
 
 def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
-    """Returns the error about a feature that lets an engine pause, if expert parallelism makes engines step in lockstep."""
+    """Returns the error about a feature with which an engine may pause, though expert parallelism runs engines in lockstep."""
     text = (
         f"{expert} with tensor_parallel_size {tensor} and {feature}; vLLM steps such engines in lockstep, so an engine that "
         f"pauses would hold up the others: {fix}"
@@ -301,7 +302,7 @@ def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
 
 
 def fastest_of_n_findings(tree: Tree, fastest: FastestOfNConfig | None) -> Iterator[Finding]:
-    """Yields the findings about the block `fastest_of_n`."""
+    """Yields findings about settings with which `fastest_of_n` cannot work, or works only for some requests."""
     if fastest is None or not fastest.enabled:
         return
     if at(tree, "cluster") is not None:
@@ -344,16 +345,16 @@ def _number_of_engines(fastest: FastestOfNConfig, engines: int) -> Iterator[Find
 
 
 _FREE = (BLOCK_PATH, VLLM_KWARGS, "env", "runtime")
-"""Blocks and keys that an override may add, because NeMo-RL's configs need not have them.
-
-The keys of specrollout's own block are checked when the block is built.
-"""
+"""Blocks and keys that an override may add without a warning, because NeMo-RL's configs need not have them."""
 _FREE_ENDINGS = ("env_vars", "kwargs", "overrides")
-"""Endings of the names of blocks that take any key."""
+"""Endings of the names of blocks that may have any key."""
 
 
 def unknown_overrides(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
-    """Yields a warning for each override that misspells a key of the config at `path`, and a note for any other new key."""
+    """Yields a finding for each override that sets a key which the config at `path` does not have.
+
+    It is a warning if the key resembles a key of the config, and otherwise a note.
+    """
     for override, name, known in new_keys(path, overrides):
         if _is_free(override):
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads values of a config with NeMo-RL's keys, and evaluates tables of rules about them. NeMo-RL is not imported.
+"""Reads values from a config of NeMo-RL, and checks rules about them. It does not import NeMo-RL.
 
 A tree is the content of a config as nested mappings and lists.
 """
@@ -19,17 +19,17 @@ from nemo_specrollout.storage.model_folder import read_object
 
 Tree = Mapping[str, Any]
 DEFAULT_NEMO_RL_DIR = "/opt/nemo-rl"
-"""NeMo-RL's checkout in its container."""
+"""Folder of NeMo-RL's checkout in NeMo-RL's container."""
 GENERATION = "policy.generation"
 VLLM_CFG = f"{GENERATION}.vllm_cfg"
 VLLM_KWARGS = f"{GENERATION}.vllm_kwargs"
 SPECULATIVE_CONFIG = f"{VLLM_KWARGS}.speculative_config"
 ASYNC_BLOCKS = ("grpo.async_grpo", "ppo.async_ppo")
-"""Blocks that let generation and training overlap in NeMo-RL's own loops."""
+"""Paths of the blocks that make NeMo-RL's own training loops asynchronous, so that generation and training overlap."""
 
 
 def at(tree: Tree, path: str, default: Any = None) -> Any:
-    """Returns the value at a dotted path; `default` if the value or a block above it is absent or null."""
+    """Returns the value at a dotted path, or `default` if the value or a block above it is absent or null."""
     node: Any = tree
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
@@ -37,7 +37,10 @@ def at(tree: Tree, path: str, default: Any = None) -> Any:
 
 
 def strings_at(tree: Tree, keys: Collection[str], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yields path and value of each string under one of `keys`, in any block of `tree`, also in lists of blocks."""
+    """Yields the path and the value of each string under one of `keys`, in any block of `tree` and in lists of blocks.
+
+    Each path begins with `above`.
+    """
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from strings_at(value, keys, f"{above}{name}.")
@@ -50,9 +53,9 @@ def strings_at(tree: Tree, keys: Collection[str], above: str = "") -> Iterator[t
 
 
 def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
-    """Returns the integer at a dotted path; `default` if it is absent or null.
+    """Returns the integer at a dotted path, or `default` if it is absent or null.
 
-    Raises ConfigError if the value is not an integer, or is below `low`.
+    Raises ConfigError if the value is not an integer, or if it is below `low`.
     """
     parent = path.rpartition(".")[0]
     block = at(tree, parent, {})
@@ -67,7 +70,7 @@ def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
 
 
 def parallel_sizes(tree: Tree) -> tuple[int, int, int]:
-    """Returns the tensor, pipeline and expert parallel sizes of an engine."""
+    """Returns the tensor, pipeline and expert parallel size of an engine, in this order."""
     tensor, pipeline, expert = (
         size_at(tree, f"{VLLM_CFG}.{kind}_parallel_size") for kind in ("tensor", "pipeline", "expert")
     )
@@ -75,7 +78,10 @@ def parallel_sizes(tree: Tree) -> tuple[int, int, int]:
 
 
 def generating_gpus(tree: Tree) -> int:
-    """Returns the number of GPUs that generate: all if generation is colocated with training, else its own."""
+    """Returns the number of GPUs that generate, on all nodes together.
+
+    These are all GPUs if generation is colocated with training, and otherwise the GPUs that only generation has.
+    """
     nodes = size_at(tree, "cluster.num_nodes")
     gpus = size_at(tree, "cluster.gpus_per_node")
     if at(tree, f"{GENERATION}.colocated.enabled", True):
@@ -86,20 +92,20 @@ def generating_gpus(tree: Tree) -> int:
 
 
 def num_engines(tree: Tree) -> int:
-    """Returns the number of engines of the run."""
+    """Returns the number of engines that the run of a config has."""
     tensor, pipeline, _ = parallel_sizes(tree)
     return generating_gpus(tree) // (tensor * pipeline)
 
 
 def block_is_on(tree: Tree) -> bool:
-    """Returns whether there is a block `specrollout` that is not switched off."""
+    """Tells whether a config has the block `specrollout`, and does not switch it off."""
     return at(tree, BLOCK_PATH) is not None and at(tree, f"{BLOCK_PATH}.enabled", True) is not False
 
 
 def native_drafts(tree: Tree) -> int:
-    """Returns the draft tokens per request and engine step of vLLM's `speculative_config`; 0 if that is absent or off.
+    """Returns the number of draft tokens per request and engine step in vLLM's `speculative_config`, or 0 if it is off.
 
-    As in NeMo-RL, `num_speculative_tokens: 0` turns it off.
+    It is off if it is absent, or if it has `num_speculative_tokens: 0`, as in NeMo-RL.
     """
     config = at(tree, SPECULATIVE_CONFIG)
     is_block = isinstance(config, Mapping) and config
@@ -107,7 +113,11 @@ def native_drafts(tree: Tree) -> int:
 
 
 def drafter_types(tree: Tree) -> list[str]:
-    """Returns the types of the drafters in effect: vLLM's own, else the block's, else the block's defaults."""
+    """Returns the types of the drafters that a run of the config has.
+
+    If vLLM's `speculative_config` is set, the list has only the method that it names. Otherwise it has the types of the
+    drafters in the block `specrollout`, or of the block's default drafters. It is empty if the block is off.
+    """
     if native_drafts(tree):
         return [str(at(tree, f"{SPECULATIVE_CONFIG}.method"))]
     if not block_is_on(tree):
@@ -118,20 +128,21 @@ def drafter_types(tree: Tree) -> list[str]:
 
 
 def named_drafters(tree: Tree) -> list[Mapping[str, Any]]:
-    """Returns the blocks in the list `drafters`."""
+    """Returns the entries of the list `drafters` in the block `specrollout`. Empty if there is no such list."""
     drafters = at(tree, f"{BLOCK_PATH}.drafters", [])
     return [d for d in drafters if isinstance(d, Mapping)] if isinstance(drafters, list | tuple) else []
 
 
 def asynchronous_block(tree: Tree) -> str | None:
-    """Returns the path of the enabled block among `ASYNC_BLOCKS`, if there is one."""
+    """Returns the path of the block that makes NeMo-RL's training loop asynchronous, or None if none is enabled."""
     return next((path for path in ASYNC_BLOCKS if at(tree, f"{path}.enabled")), None)
 
 
 def stale_kv_field(tree: Tree) -> str | None:
-    """Returns the path of the field that must be true for running requests to drop the KV cache of older weights.
+    """Tells whether running requests keep the KV cache of older weights when the weights change.
 
-    Returns None if the field is true, or if weights do not change while requests run.
+    If they do, returns the path of the field that must be true so that the KV cache is computed again. Returns None if the
+    field is true, or if weights do not change while requests run.
     """
     block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
     is_in_flight = block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates"))
@@ -140,10 +151,10 @@ def stale_kv_field(tree: Tree) -> str | None:
 
 
 def nemo_rl_checkout() -> Path | None:
-    """Returns the checkout of NeMo-RL that a run on this machine uses; None if it is not found.
+    """Returns the folder of the NeMo-RL checkout that a run on this machine uses, or None if there is none.
 
-    It is the one from which this Python imports NeMo-RL, or else the folder that the variable `NEMO_RL_DIR` names, or else the
-    checkout of NeMo-RL's container.
+    It is the checkout from which this Python imports NeMo-RL. If this Python has no NeMo-RL, it is the folder that the
+    environment variable `NEMO_RL_DIR` names, or the checkout of NeMo-RL's container.
     """
     if (importable := installed_source("nemo_rl")) is not None:
         return importable
@@ -152,7 +163,7 @@ def nemo_rl_checkout() -> Path | None:
 
 
 def model_config(tree: Tree) -> dict[str, Any] | None:
-    """Returns `config.json` of the policy's folder; None if it is unreadable, or the policy is a name on the Hub."""
+    """Returns the content of the policy's `config.json`, or None if it cannot be read or the policy has no folder here."""
     try:
         return read_object(Path(str(at(tree, "policy.model_name", ""))) / "config.json")
     except ValueError:
@@ -161,17 +172,17 @@ def model_config(tree: Tree) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """An error, a warning or a note about one field or one package."""
+    """An error, a warning or a note about one field of a config or about one package."""
 
     subject: str
-    """Path of the field, or name of the package."""
+    """Path of the field in the config, or name of the package."""
     text: str
     kind: str
-    """`error`, `warning` or `note`."""
+    """The kind of finding, which is `error`, `warning` or `note`."""
 
     @classmethod
     def error(cls, sentence: object, prefix: str = "") -> Self:
-        """Returns an error made of a sentence `subject: text`, or of an exception with such a message.
+        """Returns an error finding from a text of the form `subject: text`, or from an exception with such a message.
 
         `prefix` is put before the subject.
         """
@@ -184,19 +195,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about the value at one path."""
+    """A rule about the value at one path of a config."""
 
     path: str
     trips: Callable[[Any], object]
-    """Tells whether a value breaks the rule; the value is None if the path is absent."""
+    """Function that tells whether a value breaks the rule. It gets None if the path is absent."""
     text: str
     kind: str = "error"
     when: Callable[[Tree], object] = lambda tree: True
-    """Tells whether the rule applies to a tree."""
+    """Function that tells whether the rule applies to a config."""
 
 
 def broken(rules: Iterable[Rule], tree: Tree) -> Iterator[Finding]:
-    """Yields a finding for each of `rules` that the tree breaks."""
+    """Yields a finding for each of `rules` that the config `tree` breaks."""
     for rule in rules:
         value = at(tree, rule.path)
         if rule.when(tree) and rule.trips(value):
@@ -204,17 +215,17 @@ def broken(rules: Iterable[Rule], tree: Tree) -> Iterator[Finding]:
 
 
 def findings(*found: tuple[object, str, str, str]) -> Iterator[Finding]:
-    """Yields a finding for each tuple (does it hold, subject, text, kind) whose first entry is true."""
+    """Yields a finding for each tuple (condition, subject, text, kind) whose condition is true."""
     yield from (Finding(subject, text, kind) for holds, subject, text, kind in found if holds)
 
 
 def is_on(path: str) -> Callable[[Tree], bool]:
-    """Returns a function that tells whether the value at `path` of a tree is true, or not empty."""
+    """Returns a function that tells whether the value at `path` of a config is truthy."""
     return lambda tree: bool(at(tree, path))
 
 
 def is_set(value: Any) -> bool:
-    """Returns whether a value is neither absent nor null."""
+    """Tells whether a value of a config is neither absent nor null."""
     return value is not None
 
 
@@ -222,10 +233,10 @@ RUNTIMES = ("local", "nemo_rl")
 
 
 def runtime_of(tree: Tree) -> str:
-    """Returns the runtime that a config is for, `local` or `nemo_rl`.
+    """Returns the runtime that a config is for: `nemo_rl`, or `local` for runs of the laboratory (`lab`) without NeMo-RL.
 
-    The key `runtime` names it. Without that key, a config with `cluster.gpus_per_node` is for NeMo-RL, because only NeMo-RL's
-    configs have it. Raises ConfigError for another value of `runtime`.
+    The config's key `runtime` names it. Without this key, a config with `cluster.gpus_per_node` is for NeMo-RL, because only
+    NeMo-RL's configs have that key. Raises ConfigError if `runtime` has another value.
     """
     runtime = tree.get("runtime", "nemo_rl" if at(tree, "cluster.gpus_per_node") else "local")
     if runtime not in RUNTIMES:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides of the command line, `key=value` and `~key`, read by Hydra's own parser as NeMo-RL reads them.
+"""Reads overrides of the command line, such as `key=value` and `~key`, with Hydra's own parser, as NeMo-RL does.
 
-Another parser would read some values in another way. To a YAML parser, for example, `on` is true and 10:00:00:00 is a number.
-Hydra is imported only when there is an override to read.
+Another parser would read some values differently. For example, a YAML parser reads `on` as true, and 10:00:00:00 as a number.
+Hydra is imported only if there is an override to read.
 """
 
 import re
@@ -16,37 +16,37 @@ from nemo_specrollout.config.strict import ConfigError, nearest
 
 _SHOWN = 120
 _AT_THE_TOP = ("defaults", "_override_")
-"""Keys that only mean something in a file."""
+"""Keys that have a meaning only in a file, so that an override cannot set them."""
 _KEY = re.compile(r"[\w$-]+([./][\w$-]+)*", re.ASCII)
 _FORMS = (
     "write a list as [1, 2], a block as {a: 1}, and a text with other characters in quotes of its own, as in "
     """'logger.wandb.name="a=b, c"'"""
 )
-"""The fix of a value that Hydra's parser refuses."""
+"""What the user should do if Hydra's parser refuses a value."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """A change of one key."""
+    """An override of the command line, which changes one key of a config."""
 
     text: str
     """The override as the user wrote it."""
     kind: str
-    """`=` sets a key, `+` adds one that is not there yet, `++` does either, and `~` removes one."""
+    """What the override does: `=` sets a key, `+` adds a missing key, `++` sets or adds a key, and `~` removes a key."""
     key: str
-    """The key that is changed, as names separated by dots."""
+    """The key that is changed, as names that are separated by dots."""
     value: Any
-    """The new value; of `~`, the value that the key must have, or None for any."""
+    """The new value. For the kind `~`, it is the value that the key must have so far, or None for any value."""
 
     @property
     def where(self) -> str:
-        """Returns the beginning of a sentence about this override."""
+        """The words with which a message to the user about this override begins."""
         return _where(self.text)
 
     def apply(self, tree: DictConfig) -> None:
-        """Applies this override to `tree`. Unlike in NeMo-RL, a new key needs no `+`.
+        """Changes the config `tree` as this override says. Unlike in NeMo-RL, an override of a new key needs no `+`.
 
-        Raises ConfigError if the override does not fit the tree.
+        Raises ConfigError if the override does not fit the config.
         """
         try:
             self._apply(tree)
@@ -85,14 +85,14 @@ class Override:
 
 
 def key_of(text: str) -> str:
-    """Returns the key of an override as it is written, without the characters before it."""
+    """Returns the key in the text of an override, without a `+` or `~` before it."""
     return text.partition("=")[0].lstrip("+~")
 
 
 def parse_override(text: str) -> Override:
-    """Returns the override that NeMo-RL would read from `text`. Raises ConfigError if `text` is not one override.
+    """Reads an override of the command line from `text`, as NeMo-RL would.
 
-    Raises ModuleNotFoundError if Hydra is not installed, because no other parser takes its place.
+    Raises ConfigError if `text` is not an override of one key with one value. Raises ModuleNotFoundError if Hydra is missing.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -111,7 +111,10 @@ def parse_override(text: str) -> Override:
 
 
 def _check_key(text: str, where: str) -> None:
-    """Raises ConfigError for the usual mistakes in a key, because Hydra's errors about them use terms of its grammar."""
+    """Raises ConfigError if the key of the override `text` has one of the usual mistakes.
+
+    Hydra's own errors about these mistakes are hard to understand. `where` is the beginning of the message.
+    """
     key = key_of(text)
     if not key.strip() or not ("=" in text or text.startswith("~")):
         raise ConfigError(f"{where}: expected key=value, e.g. grpo.max_num_steps=3, or ~key")
@@ -128,7 +131,7 @@ def _where(text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the line of Hydra's message that tells what is wrong."""
+    """Returns the line of an error message of Hydra that says what is wrong."""
     lines = [line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See https"))]
     line = " ".join(next((line for line in lines if line.strip(" ^")), type(error).__name__).split())
     return line[:_SHOWN]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about what a NeMo-RL run takes from its cluster and its environment: GPUs, and keys of logging services."""
+"""Checks whether a NeMo-RL run gets what it needs from its cluster and its environment, which are GPUs and login keys."""
 
 import math
 import netrc
@@ -23,7 +23,7 @@ from nemo_specrollout.installed.versions import can_run_nemo_rl
 
 _RESOURCES = f"{GENERATION}.colocated.resources"
 _ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
-"""Environment variable with the kinds of GPUs for which kernels are compiled."""
+"""Environment variable that names the GPU architectures for which kernels are compiled."""
 _TRAINERS = {
     "policy.megatron_cfg": (
         "tensor_model_parallel_size",
@@ -32,22 +32,22 @@ _TRAINERS = {
     ),
     "policy.dtensor_cfg": ("tensor_parallel_size", "context_parallel_size"),
 }
-"""The blocks of NeMo-RL's trainers, in the order in which it looks for the enabled one.
+"""Blocks of NeMo-RL's trainers, each with the names of its parallel sizes. NeMo-RL takes the first block that is enabled.
 
-The product of the named sizes is the number of GPUs in a group of ranks.
+The number of the trainer's GPUs must be a multiple of the product of these sizes.
 """
 
 
 @dataclass(frozen=True)
 class GpuShares:
-    """The GPUs of a run as NeMo-RL divides them. If generation is colocated with training, both have the same GPUs."""
+    """The number of GPUs that NeMo-RL gives to training and to generation. If both are colocated, they have the same GPUs."""
 
     training: int
     generation: int
 
 
 def resource_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about GPUs and parallel sizes, keys of logging services, and kinds of GPUs."""
+    """Yields findings about numbers of GPUs, parallel sizes, keys of logging services, and TORCH_CUDA_ARCH_LIST."""
     yield from _gpus(tree)
     yield from _logging_keys(tree)
     yield from _architectures(tree)
@@ -66,7 +66,7 @@ def _gpus(tree: Tree) -> Iterator[Finding]:
 
 
 def _resources(tree: Tree) -> Iterator[Finding]:
-    """Yields errors about `colocated.resources`, which is read if generation has GPUs of its own."""
+    """Yields errors about the block `colocated.resources`, if generation is not colocated with training."""
     if at(tree, f"{GENERATION}.colocated.enabled", True):
         return
     nodes = _policy_nodes(tree)
@@ -107,9 +107,10 @@ def _resources(tree: Tree) -> Iterator[Finding]:
 
 
 def _reward_gpus(tree: Tree, key: str) -> int:
-    """Returns the value of `key`, `num_nodes` or `gpus_per_node`, for NeMo-RL's reward model.
+    """Returns how many nodes or GPUs per node NeMo-RL gives to its reward model.
 
-    Returns 0 if no data use that model, or if the config is for NeMo-RL's SingleController.
+    `key` is `num_nodes` or `gpus_per_node`. Returns 0 if no data set uses the reward model, or if the config is for NeMo-RL's
+    SingleController.
     """
     data = at(tree, "data", {})
     blocks = [data.get(name) for name in ("train", "validation", "default")]
@@ -121,16 +122,16 @@ def _reward_gpus(tree: Tree, key: str) -> int:
 
 
 def _policy_nodes(tree: Tree) -> int:
-    """Returns the number of nodes for training and generation."""
+    """Returns the number of nodes for training and generation, which are all nodes without those of the reward model."""
     nodes = size_at(tree, "cluster.num_nodes")
     return nodes - _reward_gpus(tree, "num_nodes") if nodes > 1 else 1
 
 
 def gpu_shares(tree: Tree) -> GpuShares:
-    """Returns the GPUs for training and generation (NeMo-RL: `setup` in algorithms/grpo.py, ppo.py and distillation.py).
+    """Returns the number of GPUs for training and the number for generation, computed as NeMo-RL does.
 
-    A share is 0 or negative if the other one takes all GPUs. Raises ConfigError for a size in the config that is not a whole
-    number.
+    A number is 0 or negative if the config gives all GPUs to the other part. Raises ConfigError if a size in the config is not
+    a whole number. Source: `setup` in algorithms/grpo.py, ppo.py and distillation.py of NeMo-RL.
     """
     nodes = _policy_nodes(tree)
     gpus = size_at(tree, "cluster.gpus_per_node")
@@ -146,7 +147,7 @@ def gpu_shares(tree: Tree) -> GpuShares:
 
 
 def _parallel_sizes(tree: Tree, shares: GpuShares) -> Iterator[Finding]:
-    """Yields an error for each parallel size that NeMo-RL's trainer or its `VllmGeneration` would refuse."""
+    """Yields an error for each parallel size that NeMo-RL's trainer or NeMo-RL's `VllmGeneration` would refuse."""
     yield from _indivisible(tree, VLLM_CFG, ("tensor_parallel_size", "pipeline_parallel_size"), shares.generation)
     trainer = next((name for name in _TRAINERS if at(tree, f"{name}.enabled")), None)
     if trainer is not None:
@@ -176,9 +177,9 @@ def _parallel_sizes(tree: Tree, shares: GpuShares) -> Iterator[Finding]:
 
 
 def _indivisible(tree: Tree, path: str, names: Sequence[str], gpus: int) -> Iterator[Finding]:
-    """Yields an error if `gpus` GPUs cannot be divided into groups of ranks.
+    """Yields an error if the number of GPUs is not a multiple of the product of some parallel sizes.
 
-    The size of a group is the product of the sizes `names` in the block at `path`.
+    `names` are the keys of these sizes in the block at `path`.
     """
     sizes = {name: size_at(tree, f"{path}.{name}") for name in names}
     group = math.prod(sizes.values())
@@ -194,7 +195,10 @@ def _indivisible(tree: Tree, path: str, names: Sequence[str], gpus: int) -> Iter
 
 
 def _architectures(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if NeMo-RL is installed here, but the environment lacks a variable that its Megatron policy needs."""
+    """Yields a warning if the variable TORCH_CUDA_ARCH_LIST is missing, without which no Megatron policy starts.
+
+    It does so only if NeMo-RL is installed here, because only then does the run start in this environment.
+    """
     if at(tree, "policy.megatron_cfg.enabled") and can_run_nemo_rl() and not os.environ.get(_ARCHITECTURES):
         text = (
             "not set; NeMo-RL's container sets it, and without it no Megatron policy starts: set it, e.g. to 9.0 10.0"
@@ -204,17 +208,17 @@ def _architectures(tree: Tree) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Service:
-    """A service that NeMo-RL logs to, and that asks for a key."""
+    """A logging service that NeMo-RL can use, and that needs a login key."""
 
     block: str
     key: str
-    """Environment variable of the key."""
+    """Environment variable with the login key."""
     mode: str
-    """Environment variable of the mode."""
+    """Environment variable with the service's mode, such as `offline`."""
     without_key: tuple[str, ...]
-    """Modes that need no key."""
+    """Modes in which the service needs no key."""
     files: tuple[str, ...]
-    """Files in the home folder where the service's login command puts the key."""
+    """Files in the home folder where the login command of the service saves the key."""
 
 
 _SERVICES = (
@@ -235,7 +239,7 @@ def _logging_keys(tree: Tree) -> Iterator[Finding]:
 
 
 def _has_key(tree: Tree, service: _Service) -> bool:
-    """Returns whether the key of a service is known here, or its mode needs none."""
+    """Tells whether a logging service has its login key on this machine, or is in a mode that needs none."""
     mode = os.environ.get(service.mode) or str(at(tree, f"logger.{service.block}.mode", ""))
     if os.environ.get(service.key) or mode in service.without_key:
         return True
@@ -245,7 +249,7 @@ def _has_key(tree: Tree, service: _Service) -> bool:
 
 
 def _has_login(file: Path, service: str) -> bool:
-    """Returns whether a netrc file has a login for a host with `service` in its name, or for the host in WANDB_BASE_URL."""
+    """Tells whether a netrc file has a login for a host with `service` in its name, or for the host in WANDB_BASE_URL."""
     own_server = os.environ.get("WANDB_BASE_URL", "")
     try:
         return any(service in host or host in own_server for host in netrc.netrc(str(file)).hosts)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings about the block `run_ahead`.
+"""Checks configs with the block `run_ahead`, by which engines decode requests of coming RL steps early.
 
-They name settings with which the next prompts are not known early, and numbers that cannot take effect.
+It finds settings with which the prompts of coming steps are not known early enough, and numbers that have no effect.
 """
 
 import json
@@ -18,14 +18,17 @@ from nemo_specrollout.config.nemo_rl_tree import (
 )
 
 BYTES_OF_TOKEN = 10
-"""Bytes on the driver for a token of a text made ahead: its id, its score gap to the runner-up, and the runner-up's id."""
+"""Bytes of memory on the driver for each token of a text that was decoded early.
+
+They hold the token's id, the id of the second-best token (runner-up), and the difference between the scores of both.
+"""
 MIB = 1 << 20
 _PATH = f"{BLOCK_PATH}.run_ahead"
 _FIX = f"or remove {_PATH}"
 
 
 def run_ahead_findings(tree: Tree, ahead: RunAheadConfig) -> Iterator[Finding]:
-    """Yields the findings about the block `run_ahead`, which is on."""
+    """Yields findings about settings that do not fit `run_ahead`. `ahead` has the options of `run_ahead`, which is on."""
     asynchronous = asynchronous_block(tree)
     if asynchronous is not None:
         yield from _about_asynchronous(tree, ahead, asynchronous)
@@ -44,9 +47,10 @@ def run_ahead_findings(tree: Tree, ahead: RunAheadConfig) -> Iterator[Finding]:
 
 
 def _about_asynchronous(tree: Tree, ahead: RunAheadConfig, block: str) -> Iterator[Finding]:
-    """Yields findings about settings of asynchronous runs, where requests have to begin again when weights change.
+    """Yields findings about `run_ahead` in an asynchronous run, where requests begin again when weights change.
 
-    Errors name settings with which they cannot begin again. A warning names a number that has no effect.
+    Errors name settings with which requests cannot begin again. A warning names a number that has no effect. `block` is the
+    path of the block that makes the run asynchronous.
     """
     for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
         if not at(tree, f"{block}.{name}"):
@@ -64,7 +68,7 @@ def _about_asynchronous(tree: Tree, ahead: RunAheadConfig, block: str) -> Iterat
 
 
 def _unknown_prompts(tree: Tree) -> Iterator[Finding]:
-    """Yields an error if a function of the user chooses each step's prompts, so that those of coming steps are not known."""
+    """Yields an error if a function of the user chooses the prompts of each RL step when the step begins, not earlier."""
     path = "data.use_multiple_dataloader"
     if (value := at(tree, path)) not in (None, False):
         shown = "a block" if isinstance(value, Mapping) else json.dumps(value)
@@ -73,7 +77,10 @@ def _unknown_prompts(tree: Tree) -> Iterator[Finding]:
 
 
 def _about_filter(tree: Tree, ahead: RunAheadConfig, algorithm: str) -> Iterator[Finding]:
-    """Yields an error if prompts of coming steps are not known, because rewards decide how many batches a step takes."""
+    """Yields an error if prompts of coming RL steps are not known early, because of dynamic sampling.
+
+    With dynamic sampling, rewards decide how many batches of prompts a step takes.
+    """
     filtered = f"{algorithm}.use_dynamic_sampling"
     if at(tree, f"{GENERATION}.colocated.enabled", True):
         text = (
@@ -86,7 +93,7 @@ def _about_filter(tree: Tree, ahead: RunAheadConfig, algorithm: str) -> Iterator
 
 
 def _about_numbers(tree: Tree, ahead: RunAheadConfig, algorithm: str) -> Iterator[Finding]:
-    """Yields a warning for each number that cannot take effect in this run."""
+    """Yields a warning if `run_ahead` looks beyond the end of the run, or if its texts may need more memory than allowed."""
     last = size_at(tree, f"{algorithm}.max_num_steps", 0, low=0)
     if isinstance(ahead.steps, int) and 0 < last <= ahead.steps:
         text = f"{ahead.steps}, but the run has {last} steps ({algorithm}.max_num_steps), so no text is made "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds settings because of which requests stay in their engine, although `fastest_of_n` may move or race requests.
+"""Finds settings with which a request must stay in its engine, although `fastest_of_n` lets requests move to other engines.
 
-Another engine continues a request with the text so far as its prompt. It makes the same tokens only if nothing depends on
-where the prompt ends. This module finds settings of whole engines and runs that depend on it. For parameters of single
-requests, `is_portable` (generation/engine/vllm_requests.py) does so.
+When a request moves, the other engine continues it with the text so far as its prompt. It makes the same tokens only if
+nothing depends on where the prompt ends. This module finds settings of a run that depend on it. The function `is_portable` in
+generation/engine/vllm_requests.py finds such parameters of a single request.
 """
 
 import json
@@ -23,7 +23,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
 )
 
 PLUGINS = "vllm.logits_processors"
-"""Group of the entry points by which an installed package adds a logits processor to every vLLM engine."""
+"""Name of the entry points by which an installed Python package adds a logits processor to every vLLM engine."""
 _MAY_COUNT = "a logits processor may count from the end of the prompt, as budgets do"
 _LACKS = "an engine that continues a request returns {} of its own tokens only"
 WHY_ALL_STAY = {
@@ -35,25 +35,25 @@ WHY_ALL_STAY = {
     "rswa_window": "the policy's attention sees all of the prompt, but only a window of the response",
     "canvas_length": "the policy is a diffusion model, which makes blocks of tokens from the end of the prompt on",
 }
-"""Reasons why every request must stay in its engine.
+"""Reasons why every request must stay in its engine, as phrases.
 
-Each key is what the engine has: an argument of vLLM, plugins, or a key of the policy's config.json.
+The keys are arguments of vLLM, keys of the policy's config.json, and `PLUGINS` for installed plugins.
 """
 ARGUMENTS_FOR_TOKENS = ("logits_processors", "watermark_config")
-"""Arguments of vLLM with which a request gets other tokens if an engine continues it from the text so far."""
+"""Arguments of vLLM with which a request that moves to another engine would get other tokens there."""
 _ARGUMENTS_FOR_OUTPUTS = ("enable_return_routed_experts", "return_sampling_mask")
 _POLICY_KEYS = ("rswa_window", "canvas_length")
 _STOP_AT_STRINGS = ("sliding_puzzle_game", "code", "retriever")
-"""NeMo-RL's environments that end each turn at a string, by their names in `env`."""
+"""Names of NeMo-RL's environments in which each turn ends at a stop string. They are keys of the config's block `env`."""
 
 
 def plugins_here() -> list[str]:
-    """Returns the names of the logits processors that packages installed in this environment add to every engine."""
+    """Returns the names of the logits processors that Python packages installed here add to every vLLM engine."""
     return sorted({plugin.name for plugin in entry_points(group=PLUGINS)})
 
 
 def staying_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning for each setting of a config because of which requests stay in their engine."""
+    """Yields a warning for each setting of a config with which all or some requests must stay in their engine."""
     arguments = at(tree, VLLM_KWARGS, {})
     for name in (*ARGUMENTS_FOR_TOKENS, *_ARGUMENTS_FOR_OUTPUTS):
         if value := arguments.get(name):
@@ -76,7 +76,7 @@ def _none_moves(path: str, value: Any, why: str) -> Finding:
 
 
 def _some_stay(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning for each kind of requests that stay while others may move."""
+    """Yields a warning for each setting with which some requests must stay in their engine, while others may move."""
     for name in _STOP_AT_STRINGS:
         if at(tree, f"env.{name}") is not None and _is_used(tree, name):
             text = "its turns end at a string; with fastest_of_n such requests stay in their engine, so none moves"
@@ -91,6 +91,6 @@ def _some_stay(tree: Tree) -> Iterator[Finding]:
 
 
 def _is_used(tree: Tree, environment: str) -> bool:
-    """Returns whether the data name an environment. NeMo-RL's base configs describe environments that no data use."""
+    """Tells whether a data set of the run uses an environment, because NeMo-RL's base configs also describe unused ones."""
     named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
     return environment in named or not any(named)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds frozen dataclasses from plain mappings. A mistake raises ConfigError, which names field, value and fix."""
+"""Builds frozen dataclasses from the nested mappings of a config, and checks the values.
+
+A mistake raises ConfigError, which names the field, the value and a fix.
+"""
 
 import collections.abc
 import dataclasses
@@ -16,14 +19,17 @@ Field = dataclasses.Field[Any]
 
 
 class ConfigError(ValueError):
-    """The error about a value that cannot be used. Its message names the field, the value and what to write instead."""
+    """The error that says that a value of the user cannot be used.
+
+    Its message names the field or flag, the value, and what to write instead.
+    """
 
 
 def raise_first_mistake(path: str, *mistakes: tuple[object, str, str]) -> None:
-    """Raises ConfigError for the first of `mistakes` that was made.
+    """Raises ConfigError for the first of `mistakes` that was made, or does nothing if none was made.
 
-    A mistake is a tuple: whether it was made, its field relative to `path`, and a text with the value and the fix. An empty
-    field stands for `path` itself.
+    A mistake is a tuple of three entries. They are a condition that is truthy if the mistake was made, the field relative to
+    `path`, and a text with the value and the fix. An empty field stands for `path` itself.
     """
     for is_made, field, text in mistakes:
         if is_made:
@@ -31,7 +37,10 @@ def raise_first_mistake(path: str, *mistakes: tuple[object, str, str]) -> None:
 
 
 def nearest(name: str, known: Iterable[str], most_listed: int = 20) -> str:
-    """Returns "; did you mean 'x'?" for the known name most like `name`, else a list of all if they are few enough."""
+    """Returns a hint for a message about an unknown name, such as "; did you mean 'x'?".
+
+    If no known name resembles `name`, the hint lists all known names. If there are more than `most_listed`, the hint is empty.
+    """
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if close:
@@ -40,12 +49,12 @@ def nearest(name: str, known: Iterable[str], most_listed: int = 20) -> str:
 
 
 def join(path: str, key: object) -> str:
-    """Returns the path of `key` inside the block at `path`, which is empty at the top."""
+    """Returns the dotted path of `key` in the block at `path`. An empty `path` stands for the top of the config."""
     return f"{path}.{key}" if path else str(key)
 
 
 def differences(one: Any, other: Any, path: str = "") -> set[str]:
-    """Returns the paths of the keys at which two config trees differ; an absent key equals null."""
+    """Returns the paths of the keys at which two configs differ. An absent key equals a key with null."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         is_same = one == other or (one != one and other != other)  # noqa: PLR0124 - NaN
         return set() if is_same else {path}
@@ -61,7 +70,11 @@ def bounded(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Returns a dataclass field whose value must be finite, >= low, <= high, > above and < below; None is no bound."""
+    """Returns a dataclass field for a number with bounds, which `build` checks.
+
+    The number must be finite, at least `low`, at most `high`, greater than `above` and less than `below`. None means that a
+    bound is not set.
+    """
     bounds = {"at least": low, "above": above, "at most": high, "below": below}
     return dataclasses.field(default=default, metadata={"bounds": {k: v for k, v in bounds.items() if v is not None}})
 
@@ -69,37 +82,40 @@ def bounded(
 def choice(
     *options: str, default: Any = dataclasses.MISSING, withdrawn: Mapping[str, str] = types.MappingProxyType({})
 ) -> Any:
-    """Returns a dataclass field whose value must be one of `options`.
+    """Returns a dataclass field whose value must be one of `options`, which `build` checks.
 
-    `withdrawn` maps values that were options once to texts that tell what to write instead. The error about such a value has
-    the text.
+    `withdrawn` has values that earlier versions accepted, each with a text that tells the user what to write instead.
     """
     return dataclasses.field(default=default, metadata={"options": options, "withdrawn": withdrawn})
 
 
 AUTO = "auto"
-"""Value of a number that the package chooses itself."""
+"""The value in a config that lets the package choose a number itself."""
 
 
 def auto_or_bounded(*, low: int, high: int) -> Any:
-    """Returns a dataclass field of type `int | str` whose value is "auto", the default, or an integer from low to high."""
+    """Returns a dataclass field of type `int | str`, whose value must be "auto" or an integer from `low` to `high`.
+
+    The default is "auto".
+    """
     return dataclasses.field(default=AUTO, metadata={"auto": range(low, high + 1)})
 
 
 def required(fix: str) -> Any:
-    """Returns a dataclass field without a default; the error about its absence tells the user to do `fix`."""
+    """Returns a dataclass field without a default. If a config lacks it, the error tells the user to do `fix`."""
     return dataclasses.field(metadata={"fix": fix})
 
 
 def tagged(variants: Mapping[str, type], *, default: Any) -> Any:
-    """Returns a dataclass field whose blocks are built by `build_tagged` with `variants`."""
+    """Returns a dataclass field for a list of blocks, each of which `build_tagged` turns into one of `variants`."""
     return dataclasses.field(default=default, metadata={"variants": variants})
 
 
 def build(cls: type[T], values: Any, path: str) -> T:
-    """Returns an instance of dataclass `cls` from the mapping found at `path` of the config.
+    """Returns an instance of the dataclass `cls` with the values of the block `values` at `path` of a config.
 
-    Calls its method `check(path)`, if it has one. Raises ConfigError for an unknown or missing key, or a wrong value.
+    If the class has a method `check`, it is called with `path`. Raises ConfigError if a key is unknown or missing, or if a
+    value is wrong.
     """
     fields = _fields(cls)
     hints = typing.get_type_hints(cls)
@@ -117,9 +133,10 @@ def build(cls: type[T], values: Any, path: str) -> T:
 
 
 def build_tagged(variants: Mapping[str, type[T]], values: Any, path: str) -> T:
-    """Returns an instance of the dataclass that the key `type` of `values` names in `variants`.
+    """Returns an instance of the dataclass in `variants` that the key `type` of the block `values` names.
 
-    Raises ConfigError for a key that only other variants have, and names them, unless its value is the default there.
+    A key that only other variants have is ignored if it has its default value. With another value it is an error. Raises the
+    same errors as `build`.
     """
     _check_keys(values, {name for cls in variants.values() for name in _fields(cls)}, path)
     if "type" not in values:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of vLLM that the V2 model runner of an older version refuses, so that no engine would start with the block on.
+"""Lists options of vLLM that the V2 model runner of older versions refuses.
 
-vLLM alone runs such a config on its V1 model runner. This package needs V2, and so it refuses the option at `check` and at
-`install`, not minutes later in an engine actor. The options were read from
-`VllmConfig._get_v2_model_runner_unsupported_features` in each version of vLLM, and `tests/test_older_families.py` tries them.
+vLLM alone runs a config with such an option on its V1 model runner. But this package needs V2, so no engine would start. To
+tell the user early, the command `check` and the start of a run refuse the option. The options were read from the method
+`VllmConfig._get_v2_model_runner_unsupported_features` in each version of vLLM. `tests/test_older_families.py` tries them.
 """
 
 from collections.abc import Iterator
@@ -21,17 +21,17 @@ class V2Lack:
     """An option of vLLM that the V2 model runner of older versions refuses."""
 
     paths: tuple[str, ...]
-    """Fields that turn the option on."""
+    """Paths of the config's fields that turn the option on."""
     taken_since: Version
-    """First version whose V2 model runner accepts the option."""
+    """First version of vLLM whose V2 model runner accepts the option."""
     lack: str
-    """What the V2 model runner of older versions lacks, as a verb phrase with vLLM's own words in quotation marks."""
+    """Verb phrase that says what the older V2 model runner cannot do. Words in quotation marks are those of vLLM's error."""
     values: tuple[str, ...] = ()
-    """Values that are refused. If it is empty, every value is refused but null, false, 1 and empty ones."""
+    """Values that are refused. If there are none, all values are refused except null, false, 1 and empty ones."""
     fix: str = "remove it"
 
     def field_in(self, tree: Tree) -> str | None:
-        """Returns the field of a config that turns the option on; None if none does."""
+        """Returns the path of the field that turns the option on in the config `tree`, or None if it is off."""
         return next((path for path in self.paths if self._refuses(at(tree, path))), None)
 
     def _refuses(self, value: Any) -> bool:
@@ -64,13 +64,13 @@ V2_LACKS = (
         "set processed_logprobs",
     ),
 )
-"""All such options that NeMo-RL's config can name, except those that `nemo_rl_rules.py` refuses with every version."""
+"""The options that a config of NeMo-RL can set, except those that `nemo_rl_rules.py` refuses with every version of vLLM."""
 
 
 def v2_lacks(tree: Tree, version: str | None) -> Iterator[Finding]:
-    """Yields an error for each option of a config that the V2 model runner of a version refuses.
+    """Yields an error for each option of a config that the V2 model runner of a version of vLLM refuses.
 
-    If the version is not known (None), it yields a note for each option that some supported version refuses.
+    If the version is not known (None), yields a note for each option that some supported version refuses.
     """
     numbers = None if version is None else version_numbers(version)
     for lack in V2_LACKS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which features of this package work with which supported version of vLLM. Imports neither torch nor vLLM.
+"""Tells which features of this package work with which supported version of vLLM, without importing vLLM.
 
-A login node, on which vLLM is not installed, gives the same answer as the job, because both ask this table. An engine finds
-out by names and signatures in vLLM what its version can do, and `tests/test_older_vllm.py` compares the table with that.
+So the answer is also known on a login node where vLLM is not installed. An engine itself finds out by names and signatures in
+vLLM what its version can do. `tests/test_older_vllm.py` checks that both agree.
 """
 
 from collections.abc import Iterator
@@ -13,24 +13,24 @@ from nemo_specrollout.installed.versions import VLLM_RANGE, version_numbers
 
 Version = tuple[int, ...]
 ALWAYS: Version = VLLM_RANGE[0]
-"""The oldest supported version, for what every supported version has."""
+"""The oldest version of vLLM that this package supports. A feature since this version works with every supported version."""
 
 
 @dataclass(frozen=True)
 class VllmFeature:
-    """A feature of this package that not every supported version of vLLM can have."""
+    """A feature of this package that does not work with every supported version of vLLM."""
 
     name: str
-    """The name of the feature in the documents."""
+    """The name of the feature in the documentation."""
     since: Version
-    """First version of vLLM with which it works."""
+    """First version of vLLM with which the feature works."""
     otherwise: str
-    """What a run has instead with an older version."""
+    """What happens instead with an older version of vLLM, as a phrase."""
     drafters: tuple[str, ...] = ()
-    """Types of drafters that a block must not name before `since`, because nothing can take their place."""
+    """Types of drafters that a run cannot have with a version before `since`."""
 
     def is_in(self, version: str) -> bool:
-        """Returns whether a version of vLLM has the feature. A version that does not begin with numbers has it."""
+        """Tells whether the feature works with a version of vLLM. If the version does not begin with numbers, it does."""
         numbers = version_numbers(version)
         return numbers is None or numbers >= self.since
 
@@ -44,11 +44,11 @@ DRAFT_MODEL = VllmFeature(
     "`draft_model`", (0, 32, 0), "refused: its V2 model runner runs no draft model of its own", ("draft_model",)
 )
 FEATURES = (DEVICE_CHOICE, DRAFT_MODEL)
-"""Each feature that some supported version lacks. All others work with every supported version."""
+"""The features that do not work with every supported version of vLLM. All other features do."""
 
 
 def refusals(block: SpecrolloutConfig, version: str) -> Iterator[str]:
-    """Yields a sentence with field, value and fix for each drafter of a block that a version of vLLM cannot run."""
+    """Yields a sentence for each drafter of the block that a version of vLLM cannot run. It names field, value and fix."""
     for i, drafter in enumerate(block.drafters if block.enabled else ()):
         for feature in FEATURES:
             if drafter.type in feature.drafters and not feature.is_in(version):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether this package can work on this machine, by versions, patch points, device and a trial engine.
+"""The checks of the command `nemo-specrollout doctor`, which tells whether this package can work on this machine.
 
-Only child processes load torch.
+They look at versions, GPUs, limits of the system, and the names of NeMo-RL and vLLM that this package uses, and try two
+engines. Only child processes import torch.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "NeMo-RL's actors" of `doctor`, with the Python of each actor, whether it finds this package, and its vLLM.
+"""Section "NeMo-RL's actors" of `doctor`. It tells whether the Python of each Ray actor finds this package and a vLLM.
 
-As the script of a child process, this module loads NeMo-RL's table of environments and asks each Python.
+This module is also the script of a child process. The child imports NeMo-RL to get the Pythons of its actors, and asks each
+Python.
 """
 
 import functools
@@ -20,7 +21,7 @@ from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_
 ACTORS = Section("NeMo-RL's actors")
 _ENGINES = ("VllmGenerationWorker", "VllmAsyncGenerationWorker")
 _OURS = (*_ENGINES, "AsyncTrajectoryCollector", "SyncRolloutActor")
-"""NeMo-RL's actors whose environments must find this package, by the last part of their names."""
+"""NeMo-RL's Ray actors whose Python must find this package, by the last part of their names."""
 _TIMEOUT_S, _ANSWER_S = 120.0, 60.0
 _QUESTION = """
 import importlib.metadata as metadata, importlib.util as util, json, platform
@@ -33,7 +34,7 @@ print(json.dumps({"code": spec and spec.origin, "heads": util.find_spec("specula
 
 
 def diagnose_actors() -> Iterator[Diagnosis]:
-    """Yields a diagnosis of each actor that needs this package, with the PYTHONPATH that a run would give it."""
+    """Yields a diagnosis of each Ray actor of NeMo-RL that needs this package, with the PYTHONPATH that a run would set."""
     if not can_run_nemo_rl():
         yield ACTORS.ok("NeMo-RL", "not in this environment; `doctor --in-nemo-rl` looks inside NeMo-RL's own, by uv")
         return
@@ -70,7 +71,7 @@ def _diagnosis(actor: str, found: Mapping[str, Any]) -> Diagnosis:
 
 
 def _ask_pythons(_: Any, tell: Tell) -> None:
-    """Reports the answer of each actor's Python, for all actors that need this package."""
+    """Runs in the child process, and reports what the Python of each actor that needs this package has answered."""
     from nemo_specrollout.nemo_rl.ray_calls import pythons_of_actors
 
     for name, path in pythons_of_actors().items():
@@ -80,7 +81,10 @@ def _ask_pythons(_: Any, tell: Tell) -> None:
 
 @functools.cache
 def ask_python(path: str) -> dict[str, Any]:
-    """Returns what the Python at `path` says about this package and vLLM, without importing either."""
+    """Asks the Python at `path` where it finds this package, and which versions it and its vLLM have. Returns the answers.
+
+    The Python imports neither this package nor vLLM. If it is missing or does not answer, the result says so.
+    """
     if not os.path.isfile(path):
         return {"path": path, "is_missing": True}
     try:

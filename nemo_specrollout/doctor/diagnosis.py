@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of one check of `nemo-specrollout doctor`, and child processes for checks that may crash."""
+"""Results of the checks of `nemo-specrollout doctor`, and child processes for checks that may crash."""
 
 import json
 import os
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 PARENT = "SPECROLLOUT_PARENT"
-"""Environment variable with the process id of a child's parent."""
+"""Environment variable with the process id of the parent of a child process."""
 _SHOWN_LINES = 6
-"""Most lines of a process's log that the terminal shows."""
+"""Maximum number of lines of a child process's log that the terminal shows."""
 _LOG_LINES = 60
-"""Most lines of the log that an outcome keeps."""
+"""Maximum number of lines of a child process's log that an `Outcome` keeps."""
 _ORDER, _TOLD, _LOG, _ERROR = "order.json", "told.jsonl", "log", "error"
 Tell = Callable[[str, Any], None]
-"""Function with which a child process reports an answer, which is a JSON value, under a name."""
+"""Function with which a child process reports an answer. Its arguments are the answer's name and the answer, a JSON value."""
 
 
 class State(StrEnum):
-    """The result of a check. Only FAIL makes the command fail."""
+    """The outcome of a check. Only FAIL makes the command `doctor` fail."""
 
     OK = "ok"
     WARN = "warn"
@@ -38,27 +38,27 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check."""
+    """The result of one check of `doctor`."""
 
     section: str
     name: str
     state: State
     found: str
     to_do: str = ""
-    """One sentence with the fix, or empty if there is nothing to do."""
+    """A sentence that says how to mend what was found, or empty if there is nothing to do."""
     log: tuple[str, ...] = ()
-    """The last lines of the log of a process that failed."""
+    """The last lines of the log, if the check ran in a child process that failed."""
 
     @property
     def last_words(self) -> list[str]:
-        """The last lines of the log without the frames of a stack trace."""
+        """The last lines of `log`, without those of a stack trace."""
         lines = [line for line in self.log if line.strip() and not line.startswith((" ", "Traceback"))]
         return lines[-_SHOWN_LINES:]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the output, which creates its diagnoses."""
+    """A section of the output of `doctor`. Its methods return diagnoses of this section."""
 
     title: str
 
@@ -66,31 +66,36 @@ class Section:
         return Diagnosis(self.title, name, State.OK, found)
 
     def warn(self, name: str, found: str, to_do: str) -> Diagnosis:
-        """Returns the diagnosis of something that may cost speed or break some runs."""
+        """Returns the diagnosis of a fault that may make runs slower or break some of them."""
         return Diagnosis(self.title, name, State.WARN, found, to_do)
 
     def fail(self, name: str, found: str, to_do: str, log: tuple[str, ...] = ()) -> Diagnosis:
-        """Returns the diagnosis of something that breaks runs."""
+        """Returns the diagnosis of a fault that breaks runs."""
         return Diagnosis(self.title, name, State.FAIL, found, to_do, log)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a child process, with all answers that the child gave before it failed."""
+    """What a child process has answered before it ended, and how it ended."""
 
     told: Mapping[str, Any]
     failure: str
-    """Reason of the failure in one line, or empty if the child succeeded."""
+    """Why the child failed, in one line, or empty if it succeeded."""
     log: tuple[str, ...]
-    """The last lines that the child or a library wrote."""
+    """The last lines that the child wrote to stdout or stderr."""
     seconds: float
 
 
 def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Runs `python -m MODULE`, whose main code calls `answer`, and passes it `order`, a JSON value.
+    """Runs `python -m MODULE` in a child process, and returns what the child has answered and how it ended.
 
-    Returns what the child told and how it ended. A child that runs for longer than `timeout_s` is killed. `environment`
-    overrides variables of this process. Raises OSError if the child cannot be started.
+    The main code of the module must call `answer`. Raises OSError if the child cannot be started.
+
+    Args:
+        module: dotted name of the module.
+        order: JSON value that the child gets as its task.
+        timeout_s: seconds after which the child is killed.
+        environment: environment variables for the child, in addition to those of this process.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:
@@ -107,7 +112,10 @@ def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[st
 
 
 def _run(module: str, folder: Path, timeout_s: float, environment: Mapping[str, str]) -> str:
-    """Returns how the process failed, or an empty string. On return the process and its children have ended."""
+    """Runs the module in a child process, and returns why it failed, or "" if it succeeded.
+
+    If it takes too long, it and all of its own children are killed. `folder` is for the files by which both exchange data.
+    """
     whole = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment, PARENT: str(os.getpid())}
     with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
@@ -133,7 +141,7 @@ def _run(module: str, folder: Path, timeout_s: float, environment: Mapping[str, 
 
 
 def end_with_parent() -> None:
-    """Makes this process exit soon after its parent has ended, whatever it is doing then."""
+    """Starts a thread that ends this process as soon as its parent has ended, so that no engine is left behind."""
     parent = os.environ.get(PARENT)
 
     def watch() -> None:
@@ -146,9 +154,10 @@ def end_with_parent() -> None:
 
 
 def answer(work: Callable[[Any, Tell], None]) -> None:
-    """Calls `work(order, tell)` and ends the process without the libraries' clean-up, which may crash.
+    """Does the task of a child process that `run_child` has started, and ends the process.
 
-    Each answer by `tell` is written at once, so that none is lost.
+    It calls `work(order, tell)`. Every answer that `work` gives by `tell` is written to a file at once, so that it is not lost
+    if the process crashes. The process ends without the clean-up of libraries, which may crash.
     """
     end_with_parent()
     folder = Path(sys.argv[1])
@@ -170,6 +179,6 @@ def answer(work: Callable[[Any, Tell], None]) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns an exception's type and the beginning of its message."""
+    """Returns the type of an exception and the beginning of its message, in one line."""
     message = " ".join(str(error).split())[:400]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

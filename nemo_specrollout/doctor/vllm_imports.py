@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks up the names of vLLM that this package imports in vLLM's source. `tests/vllm_names.py` compares far more."""
+"""Checks that the source of vLLM has the names that this package imports. `tests/vllm_names.py` compares far more."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ from nemo_specrollout.installed.versions import version_numbers
 PACKAGE = Path(__file__).parents[1]
 GPU = "vllm.v1.worker.gpu"
 ENOUGH = (0, 32, 0)
-"""First version that has every name, so that nothing of `generation/runners/before_0_32.py` is used."""
+"""First version of vLLM that has all names in `LATER`. For older ones there is `generation/runners/before_0_32.py`."""
 LATER = (
     f"{GPU}.spec_decode.adaptive_verification",
     "vllm.triton_utils.dispatcher",
@@ -26,23 +26,23 @@ LATER = (
     f"{GPU}.attn_utils.get_query_lens_mismatch_unsupported_backend",
     "vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH",
 )
-"""Names that are imported only where vLLM has them. They must exist from version `ENOUGH` on."""
+"""Names of vLLM that this package imports only if vLLM has them. They must exist from version `ENOUGH` on."""
 REPLACED = {
     f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32",
     f"{GPU}.spec_decode.autoregressive": f"{GPU}.spec_decode.target_dependent_ar.speculator",
 }
-"""Names that are used only where vLLM does not yet have another name, which is the value here."""
+"""Names of older versions of vLLM, each with the name that has replaced it. They need not exist if the newer name does."""
 
 
 class VllmSource(PythonSource):
-    """The source of one version of vLLM, in the package `vllm` in `folder`."""
+    """The source code of one version of vLLM, which is in the package `vllm` in a folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "vllm")
 
     @functools.cached_property
     def version(self) -> tuple[int, ...]:
-        """The three numbers of vLLM's version. Raises ValueError if the source does not tell them."""
+        """The three numbers of vLLM's version, such as (0, 32, 0). Raises ValueError if the source does not have them."""
         text = (self.folder / "vllm" / "_version.py").read_text(encoding="utf-8")
         numbers = [version_numbers(found) for found in re.findall(r"version = '([^']+)'", text)]
         if not numbers or numbers[-1] is None:
@@ -51,20 +51,27 @@ class VllmSource(PythonSource):
 
 
 def imports_of(source: VllmSource) -> dict[str, bool]:
-    """Returns all names that this package imports, or reads of imported modules, and whether `source` has each."""
+    """Returns all names of vLLM that this package uses, each with whether the source of vLLM has it.
+
+    They are names that a module imports, and attributes of vLLM's modules that it reads. A name that this version of vLLM need
+    not have (`is_later`) counts as present.
+    """
     trees = [tree_of(file) for file in PACKAGE.rglob("*.py")]
     names = {name for tree in trees for name in (*imported_names(tree).values(), *names_from_modules(tree, source))}
     return {name: source.definition(name)[0] or is_later(source, name) for name in sorted(names)}
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Returns the dotted names of vLLM that a file imports, by the names that the file gives them."""
+    """Returns the dotted names of vLLM that a Python file imports, by the names that they have in the file."""
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "vllm")
     return {a.asname or a.name: f"{n.module}.{a.name}" for n in nodes for a in n.names}
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Returns whether this version of vLLM need not have a name, because it is too old for it or has already replaced it."""
+    """Tells whether a version of vLLM need not have a name, because the name is newer, or has been replaced by another.
+
+    `names` are the names that only newer versions have.
+    """
     for former, newer in REPLACED.items():
         if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):
             return True
@@ -76,10 +83,12 @@ def _is_in(name: str, owner: str) -> bool:
 
 
 def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast.expr_context]) -> Iterator[str]:
-    """Yields the dotted names of the attributes that a file reads or sets of the variables in `owners`.
+    """Yields the dotted names of attributes that a Python file reads or sets.
 
-    `owners` maps a variable's name to the name of what it holds, with which the results begin. `context` is `ast.Load` for
-    attributes that are read, and `ast.Store` for those that are set.
+    Args:
+        tree: the syntax tree of the file.
+        owners: the variables whose attributes are looked for, each with the dotted name with which the result begins.
+        context: `ast.Load` for attributes that the file reads, or `ast.Store` for attributes that it sets.
     """
     found = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, context))
     for node in found:
@@ -88,7 +97,7 @@ def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast
 
 
 def names_from_modules(tree: ast.Module, source: VllmSource) -> Iterator[str]:
-    """Yields the names that a file reads of modules of vLLM that it imports."""
+    """Yields the dotted names that a Python file reads from modules of vLLM which it has imported."""
     names = imported_names(tree)
     modules = {as_: name for as_, name in names.items() if source.file_of(name) is not None}
     return (name for name in attributes_of(tree, modules, ast.Load) if not name.endswith("__"))

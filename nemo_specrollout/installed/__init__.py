@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads versions and source of installed packages without importing them. Imports no torch."""
+"""Reads versions and source code of installed packages without importing them."""

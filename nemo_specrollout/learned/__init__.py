@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what engines and drivers learn, as plain numbers in files, so that later starts begin with it."""
+"""Saves what engines and drivers learn during a run, so that a later start of the run can begin with it.
+
+They learn acceptance rates, times of engine steps and decode speeds, for example. These are saved as numbers in JSON files.
+"""

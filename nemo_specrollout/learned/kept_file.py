@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file in which a process keeps what it has learned, for a later start of the same kind.
+"""The file in which an engine or a driver saves what it has learned, for a later start of the run.
 
 The first line is a JSON object with the key, the time, the number of steps and the checksum of the second line. The second
-line is the state. The key is what a reader must have in common with the writer, and the file's name follows from it. So
-processes with the same key overwrite each other's file, each time completely, and others use different files.
+line is the learned state. The key has the settings that a reader must have in common with the writer. The file's name follows
+from the key. So processes with the same key replace each other's file, and processes with different keys have different files.
 """
 
 import hashlib
@@ -23,54 +23,61 @@ from nemo_specrollout.storage.text_files import parse_json
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
-"""Version of the file's format, and of what the states mean."""
+"""Version of the file's format and of the meaning of the learned states."""
 MOST_BYTES = 64 << 20
-"""Most bytes of a file. What an engine learns takes less than one MiB, so a larger file is not ours."""
+"""Maximum size of a file in bytes. What an engine learns takes less than one MiB, so a larger file is a wrong one."""
 MOST_FILES = 32
-"""Most files of a kind in a folder. Beyond these the oldest ones are removed."""
+"""Maximum number of files of the same kind in a folder. If there are more, the oldest ones are removed."""
 WRITING_SHARE = 0.01
-"""Largest share of the time that writing files may take."""
+"""Largest share of the run's time that writing the file may take."""
 _STALE_S = 3600.0
-"""Seconds after which the temporary file of a writer that died is removed."""
+"""Age in seconds from which a temporary file is removed, because its writer must have died."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a start has found from an earlier one."""
+    """The learned state that a start of a run has found, or the reason why it has found none."""
 
     state: Any = None
-    """The learned state, or None if there is nothing to begin with."""
+    """The learned state, or None if none was found."""
     saved: str = ""
-    """When the state was saved."""
+    """The time at which the state was saved, as text."""
     num_steps: int = 0
     """Number of steps from which the state was learned. They are training steps of a driver or engine steps of an engine."""
     reason: str = "what was kept is of others"
-    """Why there is nothing to begin with."""
+    """The reason why no state was found, as a phrase."""
     is_told: bool = True
-    """Whether the user should be told. In a folder without any such file there is nothing to tell."""
+    """Whether the user should be told about this result. It is False if the folder has no file of this kind at all."""
 
 
 class KeptFile:
-    """The file of one process's learned state. Owns the thread that writes it, and at most one problem not reported yet.
+    """The file with the learned state of one engine or driver. A thread writes it.
 
-    Only `read` and `settle` wait for the disk. No method raises an error of the disk.
+    Only `read` and `settle` wait for the disk. No method raises an error of the disk, but `take_problem` returns a sentence
+    about it.
     """
 
     def __init__(self, folder: Path, kind: str, key: Mapping[str, Any]) -> None:
-        """`kind` is the prefix of the file's name. `key` has JSON values, and is written into the file as it is."""
+        """Computes the file's path in `folder`. It does not open the file yet.
+
+        Args:
+            folder: the folder of all such files.
+            kind: the kind of process, with which the file's name begins.
+            key: JSON values that must be equal in the process that writes the file and the process that reads it.
+        """
         self._key = json.loads(json.dumps({**key, "format": FORMAT}))
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
         self._kind = kind
         self.path = folder / f"{kind}-{digest[:16]}.json"
         self._writer: threading.Thread | None = None
         self._next_s = 0.0
-        """Time before which nothing is written again."""
+        """The time, as `time.monotonic` tells it, before which the file is not written again."""
         self._problem: str | None = None
         self._was_told = False
-        """Whether a problem of writing was already noted. Only the first one is."""
+        """Whether an error in writing was already reported. Only the first one is reported."""
 
     def read(self) -> Found:
-        """Returns the state in the file, or the reason why there is none for this process."""
+        """Reads the file, and returns the learned state in it, or the reason why there is no state for this process."""
         try:
             content = read_regular(self.path, MOST_BYTES + 1)
         except FileNotFoundError:
@@ -85,7 +92,7 @@ class KeptFile:
         return Found(parse_json(body), str(head["saved"]), int(head["num_steps"]), reason="")
 
     def _fault(self, content: bytes) -> str | None:
-        """Returns why a file's content cannot be used, or None if it can."""
+        """Returns a phrase that says why the content of a file cannot be used, or None if it can be used."""
         if len(content) > MOST_BYTES:
             return f"is larger than {MOST_BYTES >> 20} MiB"
         first, _, body = content.partition(b"\n")
@@ -104,29 +111,39 @@ class KeptFile:
         return None
 
     def unfit(self, why: str) -> Found:
-        """Returns a result without a state for a state that does not fit, and notes the problem. `why` is the reason."""
+        """Notes the problem that the state in the file does not fit this process, and returns a result without a state.
+
+        `why` is the reason.
+        """
         return self._unusable(f"does not fit ({why})")
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to write again. The last write must be done, and have taken a small share of the time since."""
+        """Whether the file may be written now.
+
+        It may not if a write is under way, or if too little time has passed since the last write for `WRITING_SHARE`.
+        """
         is_writing = self._writer is not None and self._writer.is_alive()
         return not is_writing and time.monotonic() >= self._next_s
 
     def keep(self, state: Any, num_steps: int) -> None:
-        """Writes a state in a thread if a write is due. The state must not be changed afterwards."""
+        """Starts a thread that writes `state` to the file, or does nothing if no write is due (`is_due`).
+
+        `state` has JSON values, which the caller must not change afterwards. `num_steps` is the number of steps from which it
+        was learned.
+        """
         if not self.is_due:
             return
         self._writer = threading.Thread(target=self._write, args=(state, num_steps), daemon=True)
         self._writer.start()
 
     def settle(self) -> None:
-        """Waits until the write that is under way has ended."""
+        """Waits until the thread that writes the file has ended, if there is one."""
         if self._writer is not None:
             self._writer.join()
 
     def take_problem(self) -> str | None:
-        """Returns a sentence about what went wrong since the last call, or None if nothing did."""
+        """Returns a sentence about an error with the file since the last call, or None if there was no error."""
         problem = self._problem
         self._problem = None
         return problem
@@ -161,7 +178,10 @@ class KeptFile:
         self._next_s = ended + (ended - started) / WRITING_SHARE
 
     def _make_room(self) -> None:
-        """Removes temporary files of writers that died, and the oldest files beyond the number that is kept."""
+        """Removes files of this kind until there is room for one more (`MOST_FILES`), the oldest first.
+
+        It also removes temporary files of writers that have died.
+        """
         now_s = time.time()
         for stale in self.path.parent.glob(f".{self._kind}-*.json.*"):
             with suppress(OSError):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what an object has learned as plain JSON values, and puts it into another object of the same class.
+"""Reads what an object has learned as plain JSON values, and puts these values into another object of the same class.
 
-A class names the fields that it learns in `LEARNED`. The value of a field is a number, an array of numbers, a dictionary of
-those, or another object whose class has `LEARNED`. A value that is unknown or not finite becomes null. When a new object gets
-the state, null leaves the field as it is. As everywhere, the capital letters at the end of an array's name are its shape. So
-arrays of an object that share a letter must have the same number of entries along it.
+A class lists the names of the fields that it learns in `LEARNED`. The value of such a field is a number, an array of numbers,
+a dictionary of both, or another object whose class has `LEARNED`. A value that is unknown or not finite becomes null in JSON.
+If a new object gets null for a field, it keeps the value that it has.
 
-A class may also have two methods. `is_sound` returns whether its fields are consistent, and `fade` reduces the weight of what
-was learned compared with new data, because the policy or the machine may have changed since.
+In this project, the capital letters at the end of an array's name stand for its dimensions. So if two arrays of an object
+share a letter, they must have the same size in this dimension.
+
+A class may also have two methods. `is_sound` tells whether the fields are consistent. `fade` lowers the weight of what was
+learned compared with new data, because the policy or the machine may have changed since.
 """
 
 import math
@@ -18,28 +20,29 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1e12
-"""Upper bound of the absolute values of all learned numbers. A larger one must be damaged, and might overflow."""
+"""Upper bound of the absolute value of a learned number. A larger number means that the state is damaged."""
 _LETTERS = re.compile(r"_([A-Z]+)$")
 
 
 class Unfit(ValueError):
-    """Raised if a state does not fit the object for which it is meant. The message names the field that does not fit."""
+    """The error that says that a learned state does not fit an object. The message names the field that does not fit."""
 
 
 def state_of(thing: Any) -> dict[str, Any]:
-    """Returns the learned fields of an object by name, as JSON values."""
+    """Returns the learned state of an object, which is its learned fields by name, as JSON values."""
     return {name: _plain(getattr(thing, name)) for name in learned_fields(thing)}
 
 
 def learned_fields(thing: Any) -> tuple[str, ...]:
-    """Returns the names of the fields that an object learns, or none for an object that learns nothing."""
+    """Returns the names of the fields that an object learns, as its class lists them in `LEARNED`. Empty if there are none."""
     return tuple(getattr(type(thing), "LEARNED", ()))
 
 
 def begin_with(given: Iterable[tuple[Any, Any]]) -> None:
-    """Puts states that other objects have learned into objects of the same classes, and then fades these objects.
+    """Puts learned states into objects, so that they begin with what earlier objects of the same classes have learned.
 
-    `given` has pairs of an object and its state. Raises Unfit if a state does not fit, in which case no object has changed.
+    `given` has pairs of an object and the state for it. After all states are set, the method `fade` of each object that has
+    one is called. Raises Unfit if a state does not fit an object. In this case no object has changed.
     """
     changed: list[tuple[Any, str, Any]] = []
     begun: list[Any] = []
@@ -71,7 +74,11 @@ def _plain(value: Any) -> Any:
 
 
 def _begin(thing: Any, state: Any, changed: list[tuple[Any, str, Any]], begun: list[Any]) -> None:
-    """Sets the learned fields of an object. Adds their old values to `changed`, and the object and its parts to `begun`."""
+    """Sets the learned fields of the object `thing` from `state`. Raises Unfit if the state does not fit.
+
+    It appends each changed field with its old value to `changed`, so that the change can be undone. It appends the object, and
+    the objects in its fields, to `begun`.
+    """
     where = type(thing).__name__
     names = learned_fields(thing)
     if not isinstance(state, Mapping) or set(state) != set(names):
@@ -89,7 +96,10 @@ def _begin(thing: Any, state: Any, changed: list[tuple[Any, str, Any]], begun: l
 
 
 def _sizes(thing: Any, names: Iterable[str]) -> dict[str, int]:
-    """Returns how many entries the arrays of an object have along each letter of their names."""
+    """Returns the size of each dimension of an object's arrays, by the letter that stands for it in their names.
+
+    `names` are the names of the fields to look at.
+    """
     sizes: dict[str, int] = {}
     for name in names:
         array = getattr(thing, name)
@@ -104,7 +114,10 @@ def _letters(name: str) -> str:
 
 
 def _fitting(now: Any, given: Any, where: str, sizes: Mapping[str, int]) -> Any:
-    """Returns the value `given` of a state in the type of the field's value `now`. Raises Unfit if it has another kind."""
+    """Converts the value `given` from a learned state to the type of the field's present value `now`, and returns it.
+
+    Raises Unfit if the value cannot be one of this field. `where` names the field. `sizes` are the sizes of dimensions.
+    """
     if isinstance(now, Mapping):
         if not isinstance(given, Mapping) or {str(key) for key in now} != set(given):
             raise Unfit(f"{where} has other keys")

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of a drafter's weights, by which an engine sees whether acceptance rates were learned with the same weights."""
+"""Computes digests of drafters' weights, which tell an engine whether acceptance rates were learned with the same weights."""
 
 import hashlib
 from pathlib import Path
 
 _SAMPLES = 32
-"""Number of equal parts of a file at whose ends samples are read. Training changes all numbers of a head, so a few samples
-tell two heads apart."""
+"""Number of equal parts into which a file of weights is divided. A sample of the file is read where each part begins or ends.
+
+Training changes all weights of a model, so a few samples tell two models apart.
+"""
 _SAMPLE_BYTES = 4096
 
 
 def weights_digest(model: str | Path) -> str:
-    """Returns a digest of the weights in a folder, or of the string `model` if there is no such folder, as for a Hub name.
+    """Returns a digest of the weights in the folder `model`, as a hexadecimal text.
 
-    The digest covers the files' names, their sizes, and samples of their content. It does not cover all content, because even
-    a small model has gigabytes. If a folder cannot be read, the digest is that of the string.
+    The digest covers the names and sizes of the files, and samples of their content. To read all content would take long,
+    because even a small model has gigabytes. If `model` is not a folder that can be read, such as a name on the Hugging Face
+    Hub, the digest is that of the name.
     """
     digest = hashlib.sha256()
     folder = Path(model)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines which token is correct, by the seeds of requests and the acceptance of drafts by equality."""
+"""Defines which tokens a request gets, by the seeds of requests and the rule by which draft tokens are accepted."""

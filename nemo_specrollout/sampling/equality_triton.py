@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernel of `equality.py`, with one program for each request.
+"""The Triton kernel of `equality.py`, which accepts draft tokens. It has one program for each request.
 
-`row_sampling_triton.py` accepts drafts by the same function, `accept_request`.
+The kernel of `row_sampling_triton.py` calls the same function `accept_request`.
 """
 
 import torch
@@ -13,7 +13,10 @@ import triton.language as tl
 def accept_request(  # type: ignore[no-untyped-def]
     request, sampled_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes the tokens that a request emits, and their number. `BLOCK` is a power of two of at least K + 1."""
+    """Writes the tokens that one request gets in an engine step, and their number, as `equality.accept_by_equality` says.
+
+    `K1` is K + 1, where K is the maximum number of draft tokens of a request. `BLOCK` is a power of two of at least K + 1.
+    """
     start = tl.load(starts_ptr + request)
     num_rows = tl.load(starts_ptr + request + 1) - start
     k = tl.arange(0, BLOCK)
@@ -37,7 +40,7 @@ def accept_rows(
     emitted_BK: torch.Tensor,
     counts_B: torch.Tensor,
 ) -> None:
-    """Implements `equality.accept_by_equality`."""
+    """Writes the results of `equality.accept_by_equality` into `emitted_BK` and `counts_B`, by a Triton kernel."""
     num_requests, width = emitted_BK.shape
     block = triton.next_power_of_2(width)
     _accept_rows[(num_requests,)](

@@ -14,13 +14,14 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""The file of `lock_folder`, which does not count as content of a folder."""
+"""Name of the file by which `lock_folder` locks a folder. Other code ignores it when it looks whether a folder is empty."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the file at `path` by `content`, which is on disk when this returns. Text is written as UTF-8.
+    """Replaces the file at `path` by one with `content`, and returns when it is on disk. Text is written as UTF-8.
 
-    If this raises OSError, the old file stays. A process that dies during the call may leave a temporary file in the folder.
+    Raises OSError if that fails. The old file then stays as it is. If the process dies during the call, it may leave a
+    temporary file in the folder.
     """
     with replacing_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -28,7 +29,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Yields the path for a temporary file, which is synced and replaces the file at `path` if the `with` block succeeds."""
+    """Context that yields the path of a temporary file, which the caller has to write.
+
+    If the `with` block succeeds, the temporary file is synced to disk and replaces the file at `path`. If not, it is removed.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -41,9 +45,10 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Returns a file that keeps other callers of this function out of `folder` until it is closed.
+    """Locks `folder` against other callers of this function, and returns an open file. The lock lasts until it is closed.
 
-    Raises BlockingIOError if another process has the lock. Where the file system has no locks, nobody is kept out.
+    Raises BlockingIOError if another process has locked the folder. If the file system has no locks, logs a warning, and the
+    folder is not locked.
     """
     file = (folder / LOCK).open("w")
     try:
@@ -58,9 +63,10 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
-    """Returns the content of a file that the user named, at most the first `most_bytes` bytes.
+    """Returns the content of a regular file, or its first `most_bytes` bytes.
 
-    Raises OSError, also for a path that is not a regular file, because reading a pipe without a writer would never end.
+    Raises OSError if the file cannot be read. Also raises it if `path` is not a regular file, because reading from a pipe may
+    never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -70,13 +76,16 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` survive a power cut, if the file system supports that (some network ones do not)."""
+    """Writes the names of the files in `folder` to disk, so that they survive a power cut.
+
+    It does nothing if the file system cannot do this, as is so for some network file systems.
+    """
     with suppress(OSError):
         sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Writes a file's content, or the names in a folder, to the disk. Raises OSError."""
+    """Waits until the content of a file, or the names of the files in a folder, are on disk. Raises OSError if that fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

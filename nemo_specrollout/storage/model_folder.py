@@ -19,16 +19,16 @@ LM_HEAD = "lm_head.weight"
 Tensor = TypeVar("Tensor")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth")
-"""Files of weights in formats whose headers are not read here."""
+"""Patterns for files of weights in other formats than safetensors. This module does not read tensor shapes from them."""
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict")
-"""Keys of a config.json that count a model's layers for multi-token prediction."""
+"""Keys of a config.json whose value is the number of a model's layers for multi-token prediction (MTP)."""
 _MTP_BY_TYPE = ("dots3_note", "longcat_flash", "step3p", "minimax_m3", "mimo_v2", "gemma4")
-"""Prefixes of the `model_type` of models for which vLLM assumes such layers, whatever their config.json says."""
+"""Prefixes of `model_type`. vLLM assumes that models of these types have MTP layers, even if config.json does not say so."""
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ValueError, which names the file and its fault."""
+    """Returns the object in a JSON file. Raises ValueError, which names the file and the fault, if it has no object."""
     try:
         read = parse_json(read_regular(file).decode("utf-8"))
     except OSError as error:
@@ -41,10 +41,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def size_in(config: Mapping[str, Any], name: str, where: object, default: int | None = None) -> int:
-    """Returns the value of `name` in a config, which must be a whole number of at least 1.
+    """Returns the value of the key `name` in a config.json, which must be a whole number of at least 1.
 
-    If the value is absent or null, returns `default`, if one is given. Raises ValueError for any other value, with `where` at
-    the beginning of its message.
+    If the value is absent or null and a `default` is given, returns the default. Otherwise raises ValueError if the value is
+    wrong or missing. The message begins with `where`.
     """
     value = config.get(name)
     if value is None and default is not None:
@@ -55,13 +55,13 @@ def size_in(config: Mapping[str, Any], name: str, where: object, default: int | 
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the block of a config.json about the language model, which may be all of it."""
+    """Returns the block of a config.json about the language model, or all of it if there is no such block."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Returns a hash of the tokenizer's tokens and their ids, or "" if the folder has no vocabulary."""
+    """Returns a hash of the tokens of a model's tokenizer and their ids, or "" if the folder has no vocabulary."""
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary = tokenizer.get("model", {}).get("vocab")
     if not vocabulary:
@@ -72,9 +72,10 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """Returns the ids that end a text, from the first of generation_config.json, config.json and tokenizer that has any.
+    """Returns the ids of the tokens that end a text of the model in `folder`, or an empty list if none are known.
 
-    Raises ValueError if one of the two config files has an `eos_token_id` that is neither a token id nor a list of them.
+    They are those in generation_config.json. If it has none, they are those in config.json, and otherwise the tokenizer's.
+    Raises ValueError if an `eos_token_id` in one of the config files is neither a token id nor a list of token ids.
     """
     config = _read(folder / "config.json")
     ids = list[int]()
@@ -96,14 +97,14 @@ def stop_token_ids(folder: Path) -> list[int]:
 
 
 def longest_text(folder: Path) -> int | None:
-    """Returns the length in tokens of the longest text that the model was made for, if its config says so."""
+    """Returns the number of tokens of the longest text for which a model was made, or None if its config.json has none."""
     return text_config(_read(folder / "config.json")).get("max_position_embeddings")
 
 
 def rope_of(config: Mapping[str, Any], where: object) -> Mapping[str, Any]:
-    """Returns the block about rotary positions of a config, or {} without one.
+    """Returns the block of a config.json about rotary position embeddings (RoPE), or {} if there is none.
 
-    Raises ValueError if it is not a block. Its message begins with `where`.
+    Raises ValueError if the value is not a block of keys. The message begins with `where`.
     """
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(value := config.get(name) or {}, Mapping):
@@ -114,9 +115,9 @@ def rope_of(config: Mapping[str, Any], where: object) -> Mapping[str, Any]:
 
 
 def num_positions(config: Mapping[str, Any], where: object) -> int | None:
-    """Returns the length of the longest text that a config allows, including YaRN's extension, or None if unknown.
+    """Returns the number of tokens of the longest text that a config.json allows, or None if it does not say.
 
-    Raises ValueError for values of a wrong type. Its message begins with `where`.
+    The number includes YaRN's extension. Raises ValueError if a value has a wrong type. The message begins with `where`.
     """
     rope = rope_of(config, where)
     is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
@@ -126,13 +127,13 @@ def num_positions(config: Mapping[str, Any], where: object) -> int | None:
 
 
 def layer_number(tensor: str) -> int | None:
-    """Returns the number of the layer to which a tensor of this name belongs, or None if it belongs to no layer."""
+    """Returns the number of the layer to which a tensor belongs, by the tensor's name, or None if it belongs to no layer."""
     found = _LAYER.search(tensor)
     return None if found is None else int(found[1])
 
 
 def has_mtp_layers(config: Mapping[str, Any]) -> bool:
-    """Returns whether a model has layers for multi-token prediction according to its config.json, as vLLM reads it."""
+    """Tells whether a model has layers for multi-token prediction (MTP), by its config.json and vLLM's rules."""
     blocks = (config, text_config(config), config.get("mtp_config") or {})
     counts = (block.get(name) for block in blocks if isinstance(block, Mapping) for name in _MTP_LAYERS)
     is_by_type = any(str(block.get("model_type", "")).startswith(_MTP_BY_TYPE) for block in blocks[:2])
@@ -140,7 +141,10 @@ def has_mtp_layers(config: Mapping[str, Any]) -> bool:
 
 
 def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Returns whether tensors of these names include MTP layers, by their names or because they follow the last layer."""
+    """Tells whether one of the tensors in `names` belongs to a layer for multi-token prediction (MTP).
+
+    It does if its name says so, or if its layer comes after the last layer of the language model in `config`.
+    """
     last = text_config(config).get("num_hidden_layers")
     for name in names:
         layer = layer_number(name)
@@ -151,9 +155,10 @@ def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Returns the files of a model's tensors, which are those in its index, as in vLLM, or else all *.safetensors.
+    """Returns the safetensors files that have a model's weights.
 
-    Raises ValueError for an index that cannot be read or that names a missing file.
+    If the folder has an index of tensors, they are the files in it, as in vLLM. Otherwise they are all *.safetensors files.
+    Raises ValueError if the index cannot be read, or if it names a missing file.
     """
     index = folder / "model.safetensors.index.json"
     if not index.exists():
@@ -167,10 +172,11 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Returns a model's tensors, with the embedding also under the LM head's name if the model of `folder` ties the two.
+    """Returns `tensors` of the model in `folder`, with a tensor for the LM head even if it is tied to the embedding.
 
-    vLLM 0.29 and later reload each layer separately, so without the second name the LM head would keep its old weights. A
-    model without an LM head counts as tied unless its config denies it, because some architectures are tied by default.
+    If it is tied, the model has only a tensor for the embedding. This tensor is then also returned under the LM head's name.
+    vLLM 0.29 and later need this, because they reload each layer separately. Without it, the LM head would keep its old
+    weights. A model without a tensor for the LM head counts as tied, unless its config.json says that it is not.
     """
     found = list(tensors)
     names = dict(found)
@@ -182,9 +188,12 @@ def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> li
 
 
 def check_model(folder: Path, policy: Path, kind: str = "") -> None:
-    """Raises ValueError for a model that vLLM cannot load, or that cannot draft for a policy as a drafter of this kind.
+    """Raises ValueError if vLLM cannot load the model in `folder`, or if this model cannot draft for the policy.
 
-    `kind` is the type of the drafter, or empty if the model is the policy itself.
+    Args:
+        folder: the Hugging Face folder of the model.
+        policy: the Hugging Face folder of the policy.
+        kind: the type of the drafter, or empty if the model is the policy itself.
     """
     try:
         size = _vocab_size(folder)
@@ -209,9 +218,9 @@ def check_model(folder: Path, policy: Path, kind: str = "") -> None:
 
 
 def check_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's tensors by name, or {} if their format is not safetensors.
+    """Returns the shapes of a model's tensors by name, or {} if the weights are in another format than safetensors.
 
-    Raises ValueError for files that are missing or incomplete, or that do not belong to the folder's index or config.json.
+    Raises ValueError if files are missing or incomplete, or if they do not fit the folder's index or config.json.
     """
     files = tensor_files(folder)
     if not files and not any(any(folder.glob(pattern)) for pattern in _OTHER_FORMATS):
@@ -232,7 +241,10 @@ def check_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_embedding(folder: Path, shape: tuple[int, ...] | None) -> None:
-    """Raises ValueError unless a policy's embedding, if it has that name, has the shape that config.json implies."""
+    """Raises ValueError if the shape of a model's embedding differs from the sizes in its config.json.
+
+    `shape` is None if the model has no tensor with the usual name of the embedding.
+    """
     config = text_config(read_object(folder / "config.json"))
     rows = tuple(size_in(config, name, folder / "config.json", default=0) for name in ("vocab_size", "hidden_size"))
     if shape is not None and all(rows) and shape != rows:
@@ -241,12 +253,12 @@ def _check_embedding(folder: Path, shape: tuple[int, ...] | None) -> None:
 
 
 def _vocab_size(folder: Path) -> Any:
-    """Returns `vocab_size` of a model's config.json, as it is written there."""
+    """Returns the value of `vocab_size` in a model's config.json, without checking it."""
     return text_config(read_object(folder / "config.json")).get("vocab_size")
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors in safetensors files, by name. Raises ValueError for an incomplete file."""
+    """Returns the shapes of all tensors in safetensors files, by name. Raises ValueError if a file is incomplete."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the Hugging Face folder of the policy in a checkpoint of a training run."""
+"""Finds the policy's weights as a Hugging Face folder in a checkpoint of a training run."""
 
 import shlex
 from pathlib import Path
@@ -8,9 +8,9 @@ ACCEPTED = "a Hugging Face folder (config.json with *.safetensors or pytorch_mod
 
 
 def hf_folder(checkpoint: Path) -> Path:
-    """Returns the Hugging Face folder in `checkpoint`.
+    """Returns the folder with the policy's weights in Hugging Face's format, which is `checkpoint` itself or a folder in it.
 
-    Raises ValueError for a folder without a policy. If NeMo-RL must convert the weights first, the message has the command.
+    Raises ValueError if there is no such folder. If NeMo-RL's converter can make one, the message has the command.
     """
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is not a folder: give {ACCEPTED}")
@@ -30,7 +30,7 @@ def hf_folder(checkpoint: Path) -> Path:
 
 
 def _converter(step: Path) -> str:
-    """Returns the command that converts NeMo-RL's folder of a step to the Hugging Face folder DIR.
+    """Returns the shell command that converts the checkpoint `step` of NeMo-RL to a Hugging Face folder with the name DIR.
 
     The command for a Megatron checkpoint needs a GPU.
     """

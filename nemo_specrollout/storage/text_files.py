@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads text and JSON lines that a user gave. Errors are one sentence with file, line, fault and fix.
+"""Reads text files and JSONL files of the user. The message of an error is a sentence with the file, the line, and a fix.
 
-A byte-order mark, which editors and spreadsheets write, is left out. A blank line counts as a line, but is not yielded.
+A byte-order mark at the beginning, which some editors write, is skipped. Blank lines are skipped, but they count in line
+numbers.
 """
 
 import json
@@ -23,13 +24,13 @@ _OTHER_KINDS = {
     b"PK\x03\x04": ("a zip archive", _UNPACK),
     b"PAR1": ("a Parquet file", "write its rows as JSON lines"),
 }
-"""First bytes of files that are not UTF-8 text, with what such a file is and the fix."""
+"""The first bytes of files that are not UTF-8 text, each with words for the kind of file and a fix."""
 
 
 def text_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the place, "FILE, line N", and the text of each line that is not blank.
+    """Yields the lines of a text file that are not blank, each as its place "FILE, line N" and its text.
 
-    Raises ValueError for a file that cannot be read, or that is no UTF-8 text.
+    Raises ValueError if the file cannot be read, or if it is not UTF-8 text.
     """
     content = _content(path)
     for number, line in enumerate(content.split(b"\n"), 1):
@@ -42,16 +43,16 @@ def text_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the place, "FILE, line N", and the value of each line that is not blank.
+    """Yields the lines of a JSONL file that are not blank, each as its place "FILE, line N" and its JSON value.
 
-    Raises ValueError for a file that cannot be read, and for a line that is not JSON.
+    Raises ValueError if the file cannot be read, or if a line is not JSON.
     """
     for where, text in text_lines(path):
         yield where, json_of_line(text, where)
 
 
 def json_of_line(text: str, where: str) -> Any:
-    """Returns the value of a line of JSON. Raises ValueError, which names the place `where`, if it is not JSON."""
+    """Returns the value of a line of JSON. Raises ValueError if it is not JSON. The message begins with the place `where`."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -59,7 +60,7 @@ def json_of_line(text: str, where: str) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError with the reason, without a line number."""
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON. The message has the reason, but no place."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -75,7 +76,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def whole_number(value: object) -> int | None:
-    """Returns a whole number as an int, also one like 4.0, as pandas writes it, and None for everything else."""
+    """Returns `value` as an int if it is a whole number, and otherwise None. A float such as 4.0 is a whole number too."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if type(value) is int else None

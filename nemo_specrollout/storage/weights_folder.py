@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder to which a draft model's trainer publishes weights, and which drafters watch. Does not load torch.
+"""Reads and writes a folder to which the trainer of a draft model publishes weights, and which remote drafters watch.
 
-Each publication is a subfolder whose name ends in its number, such as `version_12` or `step-300`. The one with the largest
-number is the newest. A trainer should write a publication under a name that begins with a dot, which drafters ignore, and
-rename it when it is complete.
+A publication is a checkpoint in a subfolder whose name ends in its number, such as `version_12` or `step-300`. The newest
+publication is the one with the largest number. Drafters ignore subfolders whose name begins with a dot. So a trainer should
+write a publication under such a name, and rename it when it is complete.
 """
 
 import os
@@ -17,17 +17,17 @@ from nemo_specrollout.storage import model_folder as folders
 from nemo_specrollout.storage.files import sync, sync_folder
 
 NUM_KEPT = 3
-"""Number of newest publications that `publish` keeps. A drafter may still be reading the one before the newest."""
+"""Number of publications that `publish` keeps. It keeps older ones because a drafter may still read one of them."""
 _NUMBERED = re.compile(r"[^.].*?([0-9]{1,18})|([0-9]{1,18})", re.DOTALL)
 _OWN_NAME = "version_"
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Name, size in bytes and modification time of each file of a publication."""
+"""The name, the size in bytes and the modification time of each file of a publication."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A checkpoint in such a folder, with the stamp of its files when it was found."""
+    """A checkpoint of a draft model in a folder of publications. `stamp` tells how its files looked when it was found."""
 
     number: int
     path: Path
@@ -35,7 +35,7 @@ class Publication:
 
 
 def publications(folder: Path) -> list[Publication]:
-    """Returns the publications in `folder`, the newest first, or none if the folder does not exist yet."""
+    """Returns the publications in `folder`, the newest first. The list is empty if the folder cannot be read or is missing."""
     found = []
     try:
         for entry in os.scandir(folder):
@@ -48,7 +48,7 @@ def publications(folder: Path) -> list[Publication]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Returns the stamp of a publication's files, which changes while somebody writes there."""
+    """Returns the names, sizes and modification times of a publication's files, which change while somebody writes them."""
     try:
         stats = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:
@@ -57,9 +57,10 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def check_like(folder: Path, shapes: Mapping[str, tuple[int, ...]], place: str = "") -> list[Path]:
-    """Returns the files of a checkpoint's tensors. Raises ValueError unless they have exactly these names and shapes.
+    """Checks that a checkpoint in `folder` is one of the draft model, and returns its safetensors files.
 
-    `place` says where the folder was looked for, such as " on the drafter's machine".
+    Raises ValueError if the names and shapes of its tensors are not exactly those in `shapes`. `place` is a phrase for
+    messages that says where the folder was looked for, such as " on the drafter's machine".
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder{place}; name one that the drafter can read")
@@ -77,10 +78,11 @@ def check_like(folder: Path, shapes: Mapping[str, tuple[int, ...]], place: str =
 
 
 def publish(weights: Path, into: Path, number: int) -> Path:
-    """Copies the checkpoint in `weights` into `into` atomically, and removes all but the newest publications.
+    """Copies the checkpoint in the folder `weights` to a new subfolder of `into`, and returns the subfolder.
 
-    Returns the new subfolder. Only publications that earlier calls of this function have made are removed. Raises OSError, and
-    ValueError if another publication has a larger number or the same, because drafters would not load the new one.
+    The subfolder appears only when it is complete. Old publications that this function has made are removed, except the newest
+    ones (`NUM_KEPT`). Raises OSError if the copy fails. Raises ValueError if `into` already has a publication with this number
+    or a larger one, because drafters would not load the new one.
     """
     newest = next(iter(publications(into)), None)
     if newest is not None and newest.number >= number:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of what an engine did, which are its engine steps, their sums, and the statistics of each sample."""
+"""Records what an engine has done: its engine steps, sums over them, and statistics of each sample."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of what an engine did, with a trace of its latest steps, sums over all steps, and counters.
+"""Records what an engine has done, with a trace of its latest engine steps and with sums over all of its engine steps.
 
-A step is an engine step in this module. Sums can be added over engines, and subtracted to get the sums of a period.
+In this module, a step is an engine step. The sums of several engines can be added. The sums of an engine at two times can be
+subtracted, which gives the sums of the time between.
 
-Shapes: S steps, T steps that are kept, C columns.
+Shapes: S steps, T steps that a trace keeps, C columns.
 """
 
 import time
@@ -17,14 +18,14 @@ import numpy as np
 
 MAX_STEPS = 1 << 16
 COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
-"""Columns of every trace, which are followed by `drafted_<name>` and `accepted_<name>` of each drafter."""
+"""The first columns of every trace. After them, each drafter has the columns `drafted_<name>` and `accepted_<name>`."""
 DraftCounts = tuple[tuple[str, tuple[int, ...]], ...]
-"""Numbers of draft tokens by drafter and position."""
+"""Numbers of draft tokens, as pairs of a drafter's name and its numbers by draft position."""
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Consecutive steps of an engine."""
+    """The records of consecutive engine steps of an engine, with a row for each step and its values by column."""
 
     columns: list[str]
     rows: list[list[float]]
@@ -34,44 +35,49 @@ class StepRows:
         return np.array(self.rows, float).reshape(-1, len(self.columns))
 
     def column(self, name: str) -> np.ndarray:
-        """Returns the values of a column, float64 [S]."""
+        """Returns the values that the column `name` has in each step, float64, shape [S]."""
         return self._values_SC[:, self.columns.index(name)]
 
 
 @dataclass(frozen=True)
 class EngineTotals:
-    """Sums over an engine's steps. Seconds are counted per engine, although several engines spend them at the same time."""
+    """Sums over the steps of an engine, or of several engines.
+
+    The seconds of several engines are added, even if the engines have run at the same time.
+    """
 
     num_steps: int = 0
     num_steps_with_drafts: int = 0
     num_request_steps: int = 0
-    """Number of requests summed over steps, which equals the tokens that plain decoding would emit in as many steps."""
+    """Sum over steps of the number of requests in the step. Plain decoding would make this many tokens in these steps."""
     num_rows: int = 0
-    """Number of rows that were sampled, which are one for each request and one for each draft token."""
+    """Number of rows of logits that were sampled from. There is one for each request and one for each draft token."""
     host_s: float = 0.0
-    """Seconds of this package's own work on the host within steps, not counting that of drafters with weights."""
+    """Seconds that this package's own work on the host took, without that of drafters with weights."""
     draft_s: float = 0.0
-    """Seconds that a drafter with weights took."""
+    """Seconds that drafters with weights took."""
     other_s: float = 0.0
-    """Seconds of steps that also computed prompts, where speculation changes nothing."""
+    """Seconds of the steps that were not pure decode steps, for example because they also computed prompts."""
     decode_s: float = 0.0
-    """Seconds of pure decode steps."""
+    """Seconds of pure decode steps, which compute no prompts."""
     estimated_s: float = 0.0
-    """Seconds that pure decode steps took, as far as it can be estimated how long their tokens would take without drafts."""
+    """Seconds of those pure decode steps for which `plain_s` has an estimate."""
     plain_s: float = 0.0
-    """Estimated seconds that the tokens of the steps in `estimated_s` would have taken without drafts."""
+    """Estimated seconds that the tokens of pure decode steps would have taken without drafts."""
     num_weight_updates: int = 0
     num_derived_seeds: int = 0
-    """Number of requests that came without a seed and got one (`nemo_rl/engine_inputs.py`)."""
+    """Number of requests that had no seed, and for which `nemo_rl/engine_inputs.py` derived one."""
     proposed: DraftCounts = ()
-    """Numbers of draft tokens that were verified, by drafter and position."""
+    """Numbers of draft tokens that were verified, by drafter and draft position."""
     accepted: DraftCounts = ()
+    """Numbers of draft tokens that were accepted, by drafter and draft position."""
 
     @classmethod
     def of(cls, steps: StepRows, plain_step_s: np.ndarray | None) -> "EngineTotals":
-        """Returns the sums over steps of a trace.
+        """Returns the sums over the given steps.
 
-        `plain_step_s` has the seconds of a step without drafts, by its number of requests, or is None if not known.
+        `plain_step_s` has the estimated seconds of a step without drafts, indexed by the number of requests in the step. It is
+        None if they are not known.
         """
         requests_S, rows_S, seconds_S = map(steps.column, ("num_requests", "num_rows", "seconds"))
         is_decode_S = steps.column("is_decode") > 0
@@ -96,7 +102,7 @@ class EngineTotals:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> "EngineTotals":
-        """Returns the record with these fields, whose tuples may have become lists on the way."""
+        """Returns the sums from a dictionary of the fields, in which tuples may have become lists."""
         counts = {k: tuple((name, tuple(row)) for name, row in wire[k]) for k in ("proposed", "accepted")}
         return cls(**{**wire, **counts})
 
@@ -113,7 +119,7 @@ class EngineTotals:
 
 
 def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCounts:
-    """Adds counts by name and position, with `sign` for the right side. A count that one side lacks is zero."""
+    """Returns `left` plus `sign` times `right`, by drafter and draft position. A number that one of them lacks is zero."""
     rows = dict(left)
     others = dict(right)
     return tuple(
@@ -123,10 +129,11 @@ def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCo
 
 
 class StepTrace:
-    """Keeps the latest steps of an engine with their durations, and sums over all of its steps.
+    """Records the latest steps of an engine with their durations, and sums over all of its steps.
 
-    A step lasts from the end of the step before to its own end, when the drafts for the next step are chosen. `seconds` is
-    meaningful only for pure decode steps, which sample from every row, in an engine that was not idle before.
+    A step ends when the drafts for the next step have been chosen, and it lasts from the end of the step before until then. A
+    step is a pure decode step if it computes no prompts and the engine was not idle before it. Only the durations of such
+    steps are exact.
     """
 
     def __init__(
@@ -135,7 +142,14 @@ class StepTrace:
         draft_counts: Callable[[int, int], np.ndarray] | None = None,
         capacity: int = MAX_STEPS,
     ) -> None:
-        """`draft_counts(first, n)` returns the drafters' columns of n steps from number `first` on, [n, columns]."""
+        """Creates an empty trace.
+
+        Args:
+            drafter_names: names of the drafters, each of which gets two columns.
+            draft_counts: function of (first, n) that returns the columns of the drafters in n steps from step number `first`
+                on, shape [n, 2 * number of drafters].
+            capacity: number of steps that the trace keeps.
+        """
         self.columns = [*COLUMNS, *(f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted"))]
         self._draft_counts = draft_counts if drafter_names else None
         # The array is filled so that its memory is committed now and not while the engine runs.
@@ -147,7 +161,7 @@ class StepTrace:
         self.num_steps = 0
 
     def stood_still(self, seconds: float) -> None:
-        """Excludes `seconds`, in which the engine was not asked for a step, from the next step's time."""
+        """Excludes `seconds` from the duration of the next step, because the engine was not asked for a step in this time."""
         self._still_s += seconds
 
     def begin_after_idle(self) -> None:
@@ -157,13 +171,13 @@ class StepTrace:
         self._was_idle = True
 
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
-        """Records the step whose tokens are about to be sampled.
+        """Begins the record of a step, just before its tokens are sampled.
 
         Args:
-            num_requests: Number of requests in the step.
-            num_rows: Number of rows of logits to sample, which are one for each request and one for each draft token.
-            num_scheduled: Number of tokens that the model has computed in the step. There are more of them than rows if the
-                step also computes prompts, and then it is no pure decode step.
+            num_requests: number of requests in the step.
+            num_rows: number of rows of logits to sample from. There is one for each request and one for each draft token.
+            num_scheduled: number of tokens that the model has computed in the step. If it is above `num_rows`, the step also
+                computes prompts, so it is no pure decode step.
         """
         now = time.perf_counter()
         is_decode = num_rows == num_scheduled and not self._was_idle and not self._is_open
@@ -174,9 +188,14 @@ class StepTrace:
         self._is_open, self._was_idle = True, False
 
     def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float] | None:
-        """Ends the step, in which this package's host work took `host_s` and a drafter with weights took `draft_s`.
+        """Ends the record of a step.
 
-        Returns (requests, rows, seconds without `draft_s`) for a pure decode step, and None for any other step.
+        Returns the number of requests, the number of rows, and the seconds of the step without `draft_s`. Returns None if the
+        step is no pure decode step.
+
+        Args:
+            host_s: seconds that this package's work on the host took in the step.
+            draft_s: seconds that a drafter with weights took in the step.
         """
         self._close(time.perf_counter())
         step_C = self._row(0)
@@ -187,7 +206,7 @@ class StepTrace:
         return int(num_requests), int(num_rows), seconds - draft_s
 
     def since(self, first_step: int) -> StepRows:
-        """Returns the steps from number `first_step` on, as far as the trace still has them."""
+        """Returns the records of the steps from step number `first_step` on, except those that the trace no longer has."""
         count = min(max(self.num_steps - first_step, 0), len(self._steps_TC))
         index = np.arange(self.num_steps - count, self.num_steps) % len(self._steps_TC)
         rows = self._steps_TC[index].tolist()
@@ -197,13 +216,17 @@ class StepTrace:
         return StepRows(self.columns, rows)
 
     def totals(self, plain_step_s: np.ndarray | None, **known: Any) -> EngineTotals:
-        """Returns `EngineTotals.of` all steps, each counted once. `known` has the fields that the caller counts."""
+        """Returns the sums over all steps of the engine.
+
+        `plain_step_s` is as in `EngineTotals.of`, and applies to the steps since the last call. `known` has fields that the
+        trace does not count, with their values.
+        """
         self._totals += EngineTotals.of(self.since(self._num_counted), plain_step_s)
         self._num_counted = self.num_steps
         return EngineTotals(**{**asdict(self._totals), **known})
 
     def _row(self, age: int) -> np.ndarray:
-        """Returns the step that is `age` steps older than the newest one, float64 [C]."""
+        """Returns the record of the step that is `age` steps older than the newest step, float64, shape [C]."""
         return self._steps_TC[(self.num_steps - 1 - age) % len(self._steps_TC)]
 
     def _close(self, now: float) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of each sample, with the policy versions that made it, the head that drafted for it, and how its drafts fared.
+"""Collects statistics of each sample: the policy versions that sampled it, the draft head, and numbers of draft tokens.
 
-Shapes: S request slots. A slot is vLLM's own number for a request.
+Shapes: S request slots. A slot is the number that vLLM gives to a request while it runs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,30 +11,32 @@ from typing import Any
 import torch
 
 MAX_KEPT = 1 << 16
-"""Maximum number of ended requests whose statistics are kept until they are taken. Beyond it, the oldest are dropped."""
+"""Maximum number of ended requests whose statistics are kept until somebody asks for them. The oldest are dropped first."""
 Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class SampleStats:
-    """Statistics of one sample."""
+    """The statistics of one sample."""
 
     policy_spans: Spans
-    """Each policy version that sampled, with the first position that it sampled, counted from the start of the prompt.
+    """Pairs of a policy version and the first position that it sampled. Positions count from the start of the prompt.
 
-    A version that came while the prompt was being read has the position after the first token that it has read."""
+    If the weights changed while the prompt was being computed, the new version has the position after the first token that it
+    has computed."""
     head_versions: tuple[int, int]
-    """Versions of the head in service when the request began and when it ended."""
+    """Version of the draft head in service when the request began, and version when it ended."""
     num_drafted: int
     """Number of draft tokens that were verified."""
     num_accepted: int
+    """Number of draft tokens that were accepted."""
     read_again: tuple[int, ...] = ()
-    """First positions of those spans before which the engine recomputed the KV cache of the whole text with the policy version
-    of the span. In other spans, a version reads the KV cache that earlier versions have left."""
+    """Those first positions in `policy_spans` before which the engine computed the KV cache of all earlier text again, with
+    the new policy version. At other positions, the new version continues with the KV cache that earlier versions have left."""
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
-        """Returns the record with these fields, whose tuples may have become lists on the way."""
+        """Returns the statistics from a dictionary of the fields, in which tuples may have become lists."""
         spans = tuple(map(tuple, wire["policy_spans"]))
         heads = tuple(wire["head_versions"])
         read_again = tuple(wire.get("read_again", ()))
@@ -42,12 +44,15 @@ class SampleStats:
 
     @classmethod
     def of_spans(cls, policy_spans: Iterable[Sequence[int]], read_again: Iterable[int]) -> "SampleStats":
-        """Returns a record that has only policy spans, from JSON values."""
+        """Returns statistics with policy spans from JSON values. All other numbers are 0."""
         spans = tuple((int(version), int(first)) for version, first in policy_spans)
         return cls(spans, (0, 0), 0, 0, tuple(map(int, read_again)))
 
     def merged(self, other: "SampleStats") -> "SampleStats":
-        """Returns the statistics of a sample that moved or was raced, from the two engines that decoded it."""
+        """Returns the statistics of a sample that two engines have decoded, from those of each engine.
+
+        That happens if the request has moved to another engine, or if two engines have raced for it.
+        """
         spans, read_again = _merged_spans(self, other)
         heads = (*self.head_versions, *other.head_versions)
         num_drafted = self.num_drafted + other.num_drafted
@@ -56,10 +61,10 @@ class SampleStats:
 
 
 def _merged_spans(one: SampleStats, other: SampleStats) -> tuple[Spans, tuple[int, ...]]:
-    """Returns the policy spans of a sample that two engines have decoded, and where they computed the whole text again.
+    """Returns `policy_spans` and `read_again` of a sample that two engines have decoded.
 
-    An engine computes the whole text of a request that moves to it. That makes no difference if the same policy version had
-    computed the KV cache of all tokens before.
+    An engine to which a request moves computes the KV cache of all of its text again. That counts as `read_again` only if
+    another policy version had computed a part of the KV cache before.
     """
     begun = {stats.policy_spans[0][1] for stats in (one, other)}
     is_read = {*one.read_again, *other.read_again, *begun}
@@ -76,25 +81,25 @@ def _merged_spans(one: SampleStats, other: SampleStats) -> tuple[Spans, tuple[in
 
 @dataclass(frozen=True)
 class StepEnd:
-    """Reply of an engine at the end of a training step."""
+    """What an engine reports at the end of a training step."""
 
     alarms: list[dict[str, Any]]
-    """Alarms of the head's canary since the last step."""
+    """Alarms since the last training step, from the canary that watches the acceptance rate of the draft head."""
     sample_stats: list[tuple[int, SampleStats]]
-    """Seed and statistics of each sample."""
+    """Seed and statistics of each sample of the step."""
     policy_version: int
     head_version: int | None = None
-    """None without a drafter with weights."""
+    """Version of the draft head in service. None if the engine has no drafter with weights."""
     head_is_dormant: bool | None = None
-    """None without a drafter with weights."""
+    """True if the drafter with weights does not draft now, because drafts do not pay. None if there is no such drafter."""
     began: Sequence[str] = ()
-    """What the engine had from earlier starts when it began, in phrases that end a sentence. Each is reported only once."""
+    """Phrases that say with what knowledge from earlier starts the engine began. Each is reported only once."""
     history: Mapping[str, Any] | None = None
-    """`HistoryFacts` of the engine as plain values, or None without a history."""
+    """Facts about the finished responses that the engine drafts from (`HistoryFacts`), or None if it has no such drafter."""
 
     @classmethod
     def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":
-        """Returns the record from the vLLM worker's reply."""
+        """Returns the report from the reply of a vLLM worker, in which it is a dictionary of the fields."""
         samples = [(seed, SampleStats.from_wire(stats)) for seed, stats in reply["sample_stats"]]
         return cls(**{**reply, "sample_stats": samples})
 
@@ -106,12 +111,15 @@ class _Record:
     head_at_start: int
     read_again: tuple[int, ...] = ()
     row: int = -1
-    """Row of the archive with the counts of a request that has left its slot."""
+    """Row of `SampleStatsLog._archive` that has the numbers of draft tokens after the request has left its slot."""
     is_taken: bool = False
-    """True if nothing is kept when the request leaves its slot, because it was taken before or is no sample."""
+    """True if the record is dropped when the request leaves its slot, because it was taken before or is no sample."""
 
     def read_whole_text(self, version: int, num_tokens: int) -> None:
-        """Notes that policy version `version` recomputes the KV cache of all tokens, as after a preemption."""
+        """Notes that policy version `version` computes the KV cache of all `num_tokens` tokens again.
+
+        That happens after a preemption, for example.
+        """
         # A preempted request loses a token that vLLM has not returned yet, which this version samples again.
         kept = tuple(span for span in self.policy_spans if span[1] < num_tokens) or self.policy_spans[:1]
         self.policy_spans = kept
@@ -122,9 +130,9 @@ class _Record:
 
 
 class SampleStatsLog:
-    """Collects the statistics of running and ended requests, by seed, until they are taken.
+    """Collects the statistics of running and ended requests until `take` returns them, by the requests' seeds.
 
-    Counts stay on the device until they are asked for, which costs one copy for all requests together.
+    The numbers of draft tokens stay on the device until `take` copies them to the host, for all requests at once.
     """
 
     def __init__(
@@ -137,17 +145,17 @@ class SampleStatsLog:
         """Creates an empty log.
 
         Args:
-            counts_S2: numbers of draft tokens verified and accepted for the request in each slot, int32, on the device.
-            begins_again: whether new weights make all running requests start over (`run_ahead`), so that what they did before
-                is no sample.
-            put: returns a few numbers as an int64 tensor on that device, without waiting.
+            counts_S2: the numbers of verified and of accepted draft tokens of the request in each slot, int32, on the device.
+            begins_again: whether all running requests start over when the weights change (`run_ahead`). What they had decoded
+                before is then no sample.
+            put: function that copies a few numbers into an int64 tensor on the device, without waiting for the device.
         """
         self._put = put
         self._begins_again = begins_again
         self.policy_version = 0
-        """Policy version of the engine's weights."""
+        """The policy version of the engine's weights."""
         self.head_version = 0
-        """Version of the policy whose features the head in service was trained on."""
+        """The version of the draft head in service. It is the policy version on whose hidden states the head was trained."""
         self._counts_S2 = counts_S2
         self._archive = torch.zeros(MAX_KEPT, 2, dtype=torch.int32, device=counts_S2.device)
         self._num_archived = 0
@@ -155,10 +163,16 @@ class SampleStatsLog:
         self._ended: dict[int, _Record] = {}
 
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
-        """Starts the record of a request in `slot`, whose counts must be zero.
+        """Begins or continues the record of a request that has got the slot `slot`, whose row in `counts_S2` must be zero.
 
-        A preempted request with tokens of its own continues its record, and so does one that comes back from another
-        engine with its text so far as its prompt. A request that starts over gets a new record.
+        If the request already has tokens of its response, it continues the record of the earlier request with the same seed.
+        That is so after a preemption, and if the request comes back from another engine. Otherwise the record is a new one.
+
+        Args:
+            slot: the slot of the request.
+            seed: the seed of the request.
+            prompt_length: number of tokens of the prompt.
+            num_tokens: number of tokens of the prompt and of the response so far.
         """
         record = self._ended.pop(seed, None)
         if record is None or num_tokens <= record.policy_spans[0][1]:
@@ -169,7 +183,7 @@ class SampleStatsLog:
         self._running[slot] = record
 
     def close(self, slots: list[int]) -> None:
-        """Archives the requests in `slots`, which have ended or are preempted, with one copy for all of them."""
+        """Saves the numbers of draft tokens of requests that leave their slots, because they have ended or are preempted."""
         left = {slot: self._running.pop(slot) for slot in slots if slot in self._running}
         kept = {slot: record for slot, record in left.items() if not record.is_taken}
         if not kept:
@@ -184,16 +198,20 @@ class SampleStatsLog:
             del self._ended[next(iter(self._ended))]
 
     def policy_updated(self, version: int, positions_S: Sequence[int]) -> None:
-        """Starts a span of policy version `version` in each running request, at the position that it samples next."""
+        """Notes that the engine has the weights of policy version `version`, from the next token of each running request on.
+
+        `positions_S` has the position of this next token for the request in each slot.
+        """
         self.policy_version = version
         for slot, record in self._running.items():
             record.is_taken |= self._begins_again
             record.policy_spans += ((version, positions_S[slot]),)
 
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
-        """Returns the statistics of the requests with these seeds, running or ended, or of all ended ones if None.
+        """Returns the statistics of the requests with these seeds, by seed, and forgets them.
 
-        vLLM frees the slot of a request one engine step after its last one, so an ended request may still have a slot.
+        If `seeds` is None, they are those of all ended requests. A request may still have its slot although it has ended,
+        because vLLM frees a slot one engine step late.
         """
         archive = self._archive.cpu()
         counts_S2 = self._counts_S2.cpu()
