@@ -43,7 +43,7 @@ class Trajectories:
     first_version: int
     """Policy version when generation for the target began. No token of the responses was sampled by an older version."""
     seconds: float
-    """Seconds from the start of the target to its last response."""
+    """Seconds from the start of generation for the target to the end of its last response."""
 
     @property
     def age(self) -> int:

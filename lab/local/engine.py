@@ -338,7 +338,7 @@ class Generation:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The responses in the order of the requests, once all are done."""
+        """Responses in the order of the requests. All requests must be done."""
         return [self._done[i] for i in self._ids]
 
     @property

@@ -71,7 +71,7 @@ class TokenBatch:
 
     @classmethod
     def from_sequences(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> "TokenBatch":
-        """Joins each prompt with its response."""
+        """Returns a batch in which each prompt is followed by its response."""
         rows = [torch.tensor(p + r, dtype=torch.int64) for p, r in zip(prompts, responses, strict=True)]
         return cls(
             torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
@@ -85,12 +85,12 @@ class TokenBatch:
 
     @property
     def valid_mask_BT(self) -> Tensor:
-        """True at tokens, false at padding."""
+        """Mask that is true at tokens and false at padding, [B, T]."""
         return torch.arange(self.tokens_BT.shape[1]) < self.lengths_B.unsqueeze(1)
 
     @property
     def response_mask_BT(self) -> Tensor:
-        """True at generated tokens."""
+        """Mask that is true at generated tokens, [B, T]."""
         return self.valid_mask_BT & (torch.arange(self.tokens_BT.shape[1]) >= self.prompt_lengths_B.unsqueeze(1))
 
     def micro_batches(self, micro_batch_tokens: int) -> Iterator[tuple[Tensor, int]]:

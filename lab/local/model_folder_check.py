@@ -185,7 +185,7 @@ def _check_types(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Returns the tokens that a tokenizer's settings name, such as `eos_token`, as transformers reads them."""
+    """Returns the special tokens that a tokenizer's files name, by keys such as `eos_token`, as transformers reads them."""
     files = [folder / "tokenizer_config.json", folder / "special_tokens_map.json"]
     settings, older = (read_object(file) if file.is_file() else {} for file in files)
     named = settings if "added_tokens_decoder" in settings else settings | older

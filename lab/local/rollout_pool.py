@@ -364,7 +364,7 @@ class RolloutPool:
         ]
 
     def close(self) -> None:
-        """Ends the engines, and Ray if it was started here."""
+        """Ends the engines, and Ray if the pool has started it."""
         for actor in (*self._actors.values(), *(start.actor for start in self._starting.values())):
             ray.kill(actor)
         self._actors = {}
@@ -429,7 +429,7 @@ class RolloutPool:
         return max(min(left_s.values()), 1.0)
 
     def _answer(self, engine: int, ref: Any) -> Any:
-        """Returns an engine's answer, or DEAD if it has died. Kills an engine that does not answer within `HANG_S`."""
+        """Waits for an engine's answer. Returns it, or DEAD if the engine has died or does not answer within `HANG_S`."""
         try:
             return ray.get(ref, timeout=HANG_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:

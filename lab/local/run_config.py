@@ -316,7 +316,7 @@ def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_known(cls: type, tree: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
-    """Returns `tree` without the keys that the dataclass `cls` lacks, whose paths it adds to `ignored`."""
+    """Returns `tree` without keys that are no fields of the dataclass `cls`. Adds the paths of these keys to `ignored`."""
     hints = typing.get_type_hints(cls)
     kept: dict[str, Any] = {}
     for key, value in tree.items():

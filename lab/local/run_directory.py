@@ -205,7 +205,7 @@ class RunDirectory:
         return self._checkpoints / f"step_{step}"
 
     def _saved_steps(self) -> list[int]:
-        """Returns the steps that have a folder, in order. The folders may be damaged. Raises OSError."""
+        """Returns the steps that have a checkpoint folder, in ascending order. The folders may be damaged. Raises OSError."""
         try:
             entries = list(os.scandir(self._checkpoints))  # `glob` would ignore a folder that cannot be read
         except FileNotFoundError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of the local runner's config, named as in NeMo-RL: `grpo`, `loss_fn`, `policy`, `data`, `logger`, `cluster`."""
+"""Sections of the local runner's config, which have the names of NeMo-RL's sections, such as `grpo` and `policy`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class GrpoConfig:
     """Seed from which prompts are drawn. Together with prompt, sample and policy version, it also seeds the noise of each
     request."""
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
-    """Overlap of generation and training."""
+    """Settings for generation that overlaps with training."""
 
     @property
     def samples_per_step(self) -> int:
@@ -75,7 +75,7 @@ class LossConfig:
     reference_policy_kl_penalty: float = bounded(0.0, low=0.0)
     """Weight of the KL divergence to the initial policy. NeMo-RL's default is 0.01, but here the default is 0."""
     reference_policy_kl_type: str = choice("k1", "k2", "k3", default="k3")
-    """Estimator of that KL divergence (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    """Estimator of the KL divergence to the initial policy (Schulman 2020, joschu.net/blog/kl-approx.html)."""
     kl_input_clamp_value: float | None = bounded(20.0, low=0.0)
     """Bound to which the absolute log ratio to the reference policy is clamped before the KL is estimated. Null switches it
     off."""
@@ -186,9 +186,9 @@ class GenerationConfig:
     top_k: int | None = bounded(None, low=1)
     """Number of tokens of top-k sampling. Null switches it off."""
     backend: str = choice("vllm", default="vllm")
-    """The generation engine."""
+    """Name of the generation engine."""
     colocated: ColocatedConfig = ColocatedConfig()
-    """Whether engines and trainer share the cores."""
+    """Setting that says whether engines and trainer share the cores."""
     vllm_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments, which are passed to vllm.LLM unchanged."""
     specrollout: SpecrolloutConfig = OFF
@@ -213,9 +213,9 @@ class PolicyConfig:
     model_name: str
     """Folder of the policy, in Hugging Face format."""
     generation: GenerationConfig
-    """The rollout."""
+    """Settings of the rollout."""
     megatron_cfg: MegatronConfig
-    """The trainer."""
+    """Settings of the trainer."""
     max_total_sequence_length: int = bounded(low=8)
     """Longest sequence of the trainer, in tokens."""
     train_global_batch_size: int = bounded(low=1)
