@@ -132,7 +132,7 @@ class Comparison:
         return self.plain.rollout_s / step.rollout_s
 
     def peak_share(self, step: StepResult) -> float | None:
-        """Returns the share of peak arithmetic spent on response tokens, or None without a data sheet."""
+        """Returns the share of the GPUs' peak arithmetic that response tokens need, or None without a data sheet."""
         policy = Fleet(self.scenario).policy
         rollout = step.rollout
         if policy is None:

@@ -144,12 +144,12 @@ class Choice(Enum):
     NOW = "now"
     """Drafts are chosen from what the drafters have just proposed, as in an engine on a CPU."""
     DEVICE = "device"
-    """The host chooses the number of drafts from proposals that are one step old. Then the device chooses the drafts from
-    current proposals."""
+    """The host chooses the number of drafts from proposals that are one engine step old. Then the device chooses the drafts
+    from current proposals."""
     HOST = "host"
-    """The host chooses both the number and the drafts, from proposals that are one step old (`HostBudget`)."""
+    """The host chooses both the number and the drafts, from proposals that are one engine step old (`HostBudget`)."""
     UNFORESEEN = "host without foresight"
-    """The same as `HOST`, but the acceptance rates of the previous step are used as if they were current."""
+    """The same as `HOST`, but acceptance rates that are one engine step old are used as if they were current."""
 
 
 class Replay:

@@ -168,7 +168,7 @@ class Variant:
 
     name: str
     speculation: str = PLAIN
-    """Kind of drafting, as in `Fleet.speculation`."""
+    """Kind of drafting, as `Fleet.speculation` takes it."""
     tail: FastestOfNConfig | None = None
     """Config of the tail policy, or None if requests never move and engines never race."""
     is_split: bool = False
