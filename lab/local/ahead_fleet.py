@@ -52,7 +52,7 @@ class AheadFleet(RolloutFleet):
     """A fleet whose engines start requests of coming steps in the slots that a draining rollout leaves empty.
 
     An engine without any request of the current step continues with early requests by itself. Engines that share their cores
-    with the trainer stop this at the end of the rollout. Other engines stop it when new weights come.
+    with the trainer end this at the end of the rollout. Other engines end it when new weights come.
 
     Invariant: a step's samples are the same as without `run_ahead`. Texts made ahead are only used as drafts, so they are
     neither trained on nor scored.

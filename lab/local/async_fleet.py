@@ -203,7 +203,7 @@ class TrajectoryCollector:
 
 
 class AsyncFleet(RolloutFleet):
-    """Rollout source of asynchronous GRPO. Owns its engines and the `TrajectoryCollector`.
+    """Rolls out the steps of asynchronous GRPO (`RolloutSource`). Owns its engines and the `TrajectoryCollector`.
 
     After `begin`, only the collector's thread uses the engines.
 

@@ -56,11 +56,12 @@ class DealingCoordinator(Coordinator):
         begins_again: bool = False,
         deals_shards: bool | None = None,
     ) -> None:
-        """Makes a coordinator for `engines`, with a tail policy or with None.
+        """Makes a coordinator for `engines`. `policy` is its tail policy, or None for no moves and races.
 
         With `begins_again`, running requests start over when new weights are loaded, and their texts so far become drafts
         (`run_ahead`). With `deals_shards`, each engine gets an equal share of the requests in their order, as in NeMo-RL.
-        Otherwise requests are distributed by their expected lengths. By default it is true if there is no tail policy.
+        Otherwise requests are distributed by their expected lengths. If `deals_shards` is None, it is true without a tail
+        policy and false with one.
         """
         super().__init__(engines, policy or Stay(), ladder, lengths)
         self._stays = policy is None
@@ -140,7 +141,7 @@ class DealingCoordinator(Coordinator):
             self._start(keys[i], int(engine_R[i]))
 
     def _loads_E(self) -> np.ndarray:
-        """Returns how many tokens the running requests of each engine are expected to still need, float64 [E]."""
+        """Returns how many tokens each engine is expected to decode for its running requests, float64 [E]."""
         responses: list[Response] = [self.responses[key] for key in self._active]
         loads_E = np.zeros(len(self._assigned))
         for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):

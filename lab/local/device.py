@@ -24,7 +24,7 @@ TRAINER_BYTES = 24
 """Most bytes that the trainer needs for each parameter of the policy. They are for the weight, its gradient, two moments of
 the optimizer, and a float32 copy. The copy is needed by training in bfloat16, or is on its way to an engine."""
 _ROOM = 1.1
-"""Factor by which a KV cache is larger than its tokens, because its blocks are seldom full."""
+"""Factor by which a KV cache must be larger than the tokens in it, because its blocks are seldom full."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 

@@ -32,10 +32,7 @@ class EarlyWork:
     """
 
     def __init__(self, rolling: RollingEngine, has_own: Callable[[], bool]) -> None:
-        """Starts the thread.
-
-        `has_own` tells whether the engine has requests of its own, because only a turn may step the engine then.
-        """
+        """Starts the thread. `has_own` tells whether the engine has own requests, in which case only a turn may step it."""
         self._rolling = rolling
         self._has_own = has_own
         self._state = threading.Condition()

@@ -124,7 +124,7 @@ class RolloutEngine(HostedEngine):
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """Excludes `seconds` from the time of the next engine step, because the engine waited for its caller in them."""
+        """Excludes `seconds` from the time of the next engine step, because the engine only waited for its caller then."""
         self._run(engine_stats.stand_still, seconds)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -77,7 +77,7 @@ def counters_of(worker: Any) -> EngineStats:
 
 
 def stand_still(worker: Any, seconds: float) -> None:
-    """Excludes `seconds` from the time of the next engine step, because the engine waited for its caller in them."""
+    """Excludes `seconds` from the time of the next engine step, because the engine only waited for its caller then."""
     worker.specrollout_accounts.trace.stood_still(seconds)
 
 

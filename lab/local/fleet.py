@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RolloutFleet(RolloutSource):
-    """A rollout source with several engines.
+    """Rolls out the steps of a run with several engines (`RolloutSource`).
 
     Owns the pool of engines, the decode-speed table, the length estimates and two coordinators. The first coordinator serves
     the rollouts of a run. The second serves `generate`, so that requests there stay in their engines and no decode speeds are

@@ -39,8 +39,8 @@ _TYPES: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
     ((list,), ("layer_types", "architectures")),
     ((str,), ("dtype", "torch_dtype", "hidden_act", "model_type")),
 )
-"""Types that transformers requires for keys of a config.json. Without this check, its own errors would end an engine's start
-with a traceback."""
+"""Types that transformers requires for keys of a config.json. Without this check, an engine's start would end with a traceback
+from transformers."""
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
@@ -86,7 +86,10 @@ def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """Returns the template that transformers uses for a chat without tools, or None without one. Raises ValueError."""
+    """Returns the template that transformers uses for a chat without tools, or None without one.
+
+    Raises ValueError if the template is no text.
+    """
     if (file := folder / "chat_template.jinja").is_file():
         return read_regular(file).decode("utf-8")
     settings = folder / "tokenizer_config.json"

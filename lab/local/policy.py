@@ -31,7 +31,7 @@ MICRO_BATCH_TOKENS = 2048
 """Tokens of one forward pass, including padding. They are few enough for a CPU's cache, but enough to hide the overhead of a
 call."""
 STATE_FILE = "rank_0_of_1.pt"
-"""Name of a checkpoint's file with the policy's state. It says that one rank has the whole model."""
+"""Name of a checkpoint's file with the policy's state. The name says that one rank has the whole model."""
 
 
 class MegatronPolicy:
@@ -190,7 +190,7 @@ class MegatronPolicy:
         return norm
 
     def _learning_rate(self) -> float:
-        """Returns the learning rate of the next step, which has a linear warm-up and is then constant."""
+        """Returns the learning rate of the next optimizer step. The rate has a linear warm-up and is then constant."""
         c = self.config
         if self.step >= c.lr_warmup_iters:
             return c.lr

@@ -34,10 +34,7 @@ class RandomPolicy(FixedPolicy):
 
 
 def to_start_with(block: SpecrolloutConfig) -> SpecrolloutConfig:
-    """Returns a block with which an engine can start.
-
-    If the budget is `RANDOM`, it is replaced by a fixed one of the most drafts.
-    """
+    """Returns a block with which an engine can start. A budget `RANDOM` is replaced by a fixed budget of the most drafts."""
     return replace(block, budget=BudgetConfig("fixed", k=block.num_speculative_tokens)) if is_random(block) else block
 
 

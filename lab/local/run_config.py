@@ -102,7 +102,7 @@ class RunConfig:
 
     @property
     def most_in_flight(self) -> int:
-        """Most requests that the engine runs at a time."""
+        """Most requests that an engine runs at a time in this run."""
         samples = self.grpo.samples_per_step
         return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)))
 

@@ -92,16 +92,19 @@ class LossConfig:
     rollout."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if dual clipping would also cut the loss that is not clipped."""
+        """Raises ConfigError unless `ratio_clip_c` is null or more than 1.
+
+        Otherwise dual clipping would cut the ordinary loss.
+        """
         text = f"{self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping"
         raise_first_mistake(path, (self.ratio_clip_c is not None and self.ratio_clip_c <= 1, "ratio_clip_c", text))
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The section `policy.megatron_cfg.optimizer`, with two keys of `scheduler`. The optimizer is AdamW with a constant rate.
+    """The section `policy.megatron_cfg.optimizer`, and two keys of the section `scheduler` beside it.
 
-    The keys of `scheduler` are `lr_warmup_iters` and `lr_warmup_init`.
+    The optimizer is AdamW with a constant learning rate. The keys of `scheduler` are `lr_warmup_iters` and `lr_warmup_init`.
     """
 
     lr: float = bounded(low=0.0, high=1.0)
@@ -288,7 +291,7 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """The section `checkpointing`."""
+    """The section `checkpointing`, about checkpoints of the run."""
 
     enabled: bool = True
     """Whether checkpoints are kept, from which the run can be resumed."""

@@ -130,7 +130,7 @@ class GrpoRunner:
         return record
 
     def roll_out(self, step: int) -> StepRollout:
-        """Returns the responses on which a step trains."""
+        """Rolls out a step, and returns the responses on which the step trains."""
         with self.progress.rollout(step, self.config.grpo.samples_per_step) as on_finished:
             return self.source.roll_out(step, on_finished)
 

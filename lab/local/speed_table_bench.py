@@ -54,7 +54,7 @@ def methods_to_measure(block: SpecrolloutConfig) -> list[Method]:
 
 
 def batches_up_to(most: int) -> list[int]:
-    """Returns the batch sizes to measure, which are powers of two and the largest size of `SIZES` that is at most `most`."""
+    """Returns the batch sizes to measure. They are powers of two, and the largest size in `SIZES` that is at most `most`."""
     largest = max(size for size in SIZES.tolist() if size <= max(most, 1))
     return sorted({2**i for i in range(int(math.log2(largest)) + 1)} | {largest})
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MIN_TERMS, MAX_TERMS = 2, 16
 """Fewest and most terms of a sum."""
 MAX_TERM = 30
-"""Largest term."""
+"""Largest term of a sum."""
 MEDIAN_TERMS = 5.0
 """Median of the number of terms, which has a log-normal distribution."""
 TERMS_SPREAD = 0.6
@@ -32,7 +32,7 @@ TERMS_SPREAD = 0.6
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 """Difference between the quantiles of difficulty of two successive problems, modulo 1."""
 VOCAB_MULTIPLE = 32
-"""Number of which the size of the vocabulary is a multiple. Unused tokens fill it up."""
+"""Divisor of the vocabulary's size, which is made a multiple of it by unused tokens."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 
 # `{a}` is the sum so far, `{t}` the term, `{s}` the new sum, `{rest}` the terms that are left.
@@ -67,7 +67,7 @@ GRAMMAR: dict[str, dict[str, float]] = {
     "closing": {"": 5, " that was the last one .": 2, " all done .": 2, " nothing is left , so the total is {s} .": 1},
 }  # fmt: skip
 HABIT = 0.75
-"""Probability that a writer expands a symbol as it did before in the same response."""
+"""Probability that a writer expands a symbol in the same way as before in the same response."""
 SLIP_RATE = 0.25
 """Probability that a quick writer gets a sum wrong."""
 PROMPT = "please add {terms} . work step by step ."

@@ -188,7 +188,7 @@ class PolicyStates:
         self._states: dict[int, Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """Returns the states [N, H] of the texts with these numbers, one after another."""
+        """Returns the policy's last states [N, H] on the texts with these numbers, one text after another."""
         new = [i for i in numbers if i not in self._states]
         if new:
             texts = [self._texts[i] for i in new]

@@ -59,7 +59,8 @@ CHECK_TEXT = (
     "sea, and the cycle begins again."
 )
 MAX_PERPLEXITY = 8.0
-"""Largest accepted perplexity on `CHECK_TEXT`. A wrong conversion (a permuted row, a missing norm) has hundreds or more."""
+"""Largest accepted perplexity on `CHECK_TEXT`. After a wrong conversion (a permuted row, a missing norm) it is hundreds or
+more."""
 CHECK_PROMPT = "What is the capital of France?"
 NUM_GREEDY_TOKENS = 24
 

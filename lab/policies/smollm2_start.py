@@ -53,7 +53,7 @@ POOL = 256
 
 @dataclass(frozen=True)
 class StartSettings:
-    """Settings that determine the low-rank change of the weights."""
+    """Settings of the training that makes SmolLM2's supervised start."""
 
     steps: int = 700
     seed: int = 0

@@ -48,7 +48,8 @@ class WarmStart:
     curriculum: float = 0.4
     """Share of the steps over which the longest problem grows from 3 terms to 16."""
     quick_from: float = 0.8
-    """Share of the steps after which every second response is that of a quick writer, whose mistakes RL has to unlearn."""
+    """Share of the steps after which every second response is by a quick writer, who begins with other words and makes
+    mistakes (`step_addition.demonstration`). RL has to unlearn these mistakes."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -234,7 +234,10 @@ class Drafted:
 
 
 def drafted(scenario: Scenario, block: SpecrolloutConfig) -> list[Drafted]:
-    """Returns what an engine with the first draft method drafts for 1, 4, 16 and more requests, up to its share of a step."""
+    """Returns what an engine with the first draft method drafts for 1, 4, 16 and more requests.
+
+    The largest number of requests is the engine's share of those of a step.
+    """
     fleet = Fleet(scenario)
     kind = drafting_kind(fleet, block)
     if kind == PLAIN:

@@ -62,9 +62,9 @@ class TabledCosts(Costs):
 class RoundCosts(Costs):
     """Costs from the figures of Paper B (arXiv 2604.26779).
 
-    They say how many times longer than a plain engine step one with k drafts per request takes. This is the acceptance length
-    divided by the speedup. It is interpolated linearly from 1 without drafts, and extrapolated beyond the last figure. A plain
-    engine step takes equally long for all batch sizes, because the paper does not say more.
+    The figures give the seconds of an engine step with k drafts per request, relative to those of a step without drafts. This
+    ratio is the acceptance length divided by the speedup. It is interpolated linearly from 1 without drafts, and extrapolated
+    beyond the last figure. A step without drafts takes equally long for all batch sizes, because the paper does not say more.
     """
 
     plain_step_s: float = bounded(above=0.0)
@@ -94,14 +94,14 @@ class RoundCosts(Costs):
 class LinearCosts(Costs):
     """Costs in the form of SpecActor (arXiv 2511.16193), which are linear in the batch size b.
 
-    Drafting a token takes `b * D' + alpha` seconds, and verifying a window of drafts takes `b * V' + beta`. Here V' counts for
-    each row, so that windows of all lengths lie on one line. The paper's coefficients are not public.
+    Drafting a token takes `b * D' + alpha` seconds. Verification takes `b * V' + beta` seconds in the paper, where V' depends
+    on the number of drafts. In this class, V' is a constant for each row instead. The paper's coefficients are not public.
     """
 
     verify_fixed_s: float = bounded(above=0.0)
     """Seconds of an engine step in addition to those of its rows (beta)."""
     verify_row_s: float = bounded(low=0.0)
-    """Seconds of each row of an engine step (V' of a window of one)."""
+    """Seconds of each row of an engine step (V' for a single row)."""
     draft_fixed_s: float = bounded(0.0, low=0.0)
     """Seconds to draft a token, in addition to those of the requests (alpha)."""
     draft_request_s: float = bounded(0.0, low=0.0)

@@ -45,7 +45,7 @@ class Device:
         return peak
 
     def link_bytes_per_s(self, num_gpus: int) -> float:
-        """Returns the bandwidth between the GPUs of a group of `num_gpus`, in bytes per second and one direction."""
+        """Returns the bandwidth in one direction between GPUs of a group of `num_gpus`, in bytes per second."""
         return self.nvlink_bytes_per_s if num_gpus <= self.nvlink_gpus else self.network_bytes_per_s
 
 

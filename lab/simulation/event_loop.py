@@ -107,7 +107,7 @@ class Rollout:
 
     Call `start` with the engine of each request, and then `run`.
 
-    Invariant: a request runs in several engines only while they race for it. When the first of them ends it, it ends in all.
+    Invariant: a request runs in several engines only while they race for it. As soon as one of them ends it, it ends in all.
     """
 
     def __init__(self, workload: Workload, engines: Sequence[SimulatedEngine], tail: TailPolicy | None = None) -> None:

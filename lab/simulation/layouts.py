@@ -107,7 +107,7 @@ class Case:
 
 
 def cases(device: str, gpus: Sequence[int] = GPUS, acceptances: Sequence[float] = ACCEPTANCES) -> Iterator[Case]:
-    """Yields a case for each policy and each combination of the numbers."""
+    """Yields a case for each policy and each combination of numbers of GPUs, requests per GPU, and acceptances."""
     for policy, num_gpus, per_gpu, p in itertools.product(POLICIES, gpus, PER_GPU, acceptances):
         yield Case(policy, device, num_gpus, per_gpu, p)
 
@@ -167,7 +167,7 @@ def tail_rows(device: str, seeds: range) -> Iterator[dict[str, Any]]:
 
 
 def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
-    """Returns the seconds of rollouts with moves, races or `run_ahead`, divided by those of plain drafting without them.
+    """Returns the seconds of rollouts with moves, races or `run_ahead`, divided by those of rollouts without these.
 
     Engines race only if they draft by two methods, which makes some of them slower. So the seconds of two methods without
     races are also returned. Rollouts with `run_ahead` are means over six steps.

@@ -18,7 +18,7 @@ from lab.simulation.data_sheets import device_named, model_named
 from lab.simulation.graph_edge import BENCHMARKS, VLLMS_LARGEST, measured_steps
 
 GPUS = {"H100": "h100", "H200": "h200"}
-"""Data sheet of each measured GPU, with the GPU's name in the benchmarks."""
+"""Name of each measured GPU's data sheet, with the GPU's name in docs/benchmarks."""
 _MODEL = "Qwen3-8B"
 _CONTEXT = 256.0
 """Approximate length of the measured texts, in tokens."""

@@ -123,7 +123,8 @@ def asynchronous() -> Iterator[Cell]:
 def projections() -> Iterator[Cell]:
     """Yields Paper B's projections for a model of 235B parameters.
 
-    The paper does not say for how many GPUs its projection at k=7 is. 512 GPUs are assumed, which fit its share of generation.
+    The paper does not say for how many GPUs its projection at k=7 is. 512 GPUs are assumed, because then the share of
+    generation fits.
     """
     longer = ("drafting.k=7", "drafting.methods=[{name: eagle3, acceptance_length: 5.0, at_k: 7}]")
     surest = ("drafting.k=7", "drafting.methods=[{name: eagle3, acceptance_length: 8.0, at_k: 7}]")

@@ -5,8 +5,8 @@
 
 Three ways to decide are compared, with the same proposals and the same machine:
   ours       is the engine's speculation policy, which learns the seconds of engine steps and predicts survival.
-  rates      knows the true seconds. After all drafts were made, it chooses how many of them it pays to make. For this it
-             uses the draft board's acceptance rates for these very drafts.
+  rates      knows the true seconds. It sees the drafts of all depths before it chooses a depth, and weighs them by the
+             draft board's acceptance rates for these very drafts.
   hindsight  knows the tokens, so it makes and verifies only drafts that are right.
 
 The last two decide each engine step for the most tokens per second. In both, the model follows all requests or none, whichever
@@ -137,7 +137,7 @@ class Hindsight:
 def shares(
     record: Record, machine: Machine, order: Sequence[int], at_a_time: int | None = None
 ) -> list[tuple[float, float]]:
-    """Returns our speed in each batch, divided by the speed of `RatesReplay`, and divided by the speed of `Hindsight`."""
+    """Returns the engine's speed in each batch, divided by that of `RatesReplay`, and divided by that of `Hindsight`."""
     ways = ways_of(record)
     ours = Replay(record, ways["all"], machine)
     by_rates = [RatesReplay(record, ways[way], machine) for way in ("all", "text")]

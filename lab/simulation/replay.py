@@ -259,7 +259,7 @@ class Replay:
         return counts_B, num_drafts if self.choice is Choice.DEVICE else int(counts_B.sum())
 
     def _observe_spread(self) -> None:
-        """Tells the speculation policy which drafts were proposed, in numbers by survival."""
+        """Tells the speculation policy how many drafts were proposed, by their survival."""
         spread = Spread.of_table(self.board.tables.spread_FQ.numpy().copy())
         known = spread if self.choice is Choice.NOW else self._spread
         self._spread = spread

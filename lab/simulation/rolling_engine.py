@@ -34,7 +34,10 @@ _FULL_ROWS = 1024
 
 @dataclass
 class TextsInFlight:
-    """All requests of an engine in a phase, with their progress. Of equally good requests, the first is started first."""
+    """All requests of an engine in a phase, with their progress.
+
+    If two are equally good, the first in the list is started first.
+    """
 
     numbers_I: np.ndarray
     """Number of each request among the requests of all steps."""
@@ -101,7 +104,7 @@ def early_prices(
     """Returns the prices of early requests as an engine would have measured them in a rollout of responses of these lengths.
 
     The texts of `num_steps` coming steps are in flight. All engine steps are taken to have the same context, which is the mean
-    over all tokens. Most tokens belong to long responses.
+    over all tokens of the rollout.
     """
     context = prompt_tokens + 0.5 * float((length_L**2).sum() / length_L.sum())
     costs = speculation.costs
@@ -126,9 +129,10 @@ class EarlyTerms:
 
 
 class RollingEngine:
-    """A simulated engine in one phase. This lasts until its own requests have ended, and then as long as the caller wants.
+    """A simulated engine in one phase.
 
-    A tail policy sees it like a `SimulatedEngine` that has only its own requests.
+    The phase lasts until the engine's own requests have ended, and then as long as the caller wants. A tail policy sees the
+    engine like a `SimulatedEngine` that has only its own requests.
     """
 
     def __init__(

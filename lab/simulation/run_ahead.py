@@ -172,7 +172,7 @@ class _Rolling:
         return self._policy.steps
 
     def _observe(self, step: int, steps_ahead: int) -> None:
-        """Tells the choice of steps ahead which early texts there were when the phase ended."""
+        """Tells `StepsAhead` how many early texts each coming step had when the phase ended."""
         coming = self._steps[step + 1 : step + 1 + steps_ahead]
         if len(coming):
             self._policy.observe_flights([Flight(len(r), int((self._right_R[r] > 0).sum())) for r in coming])
@@ -180,7 +180,7 @@ class _Rolling:
     def _engines(self, step: int, steps_ahead: int) -> list[RollingEngine]:
         """Returns the engines of a phase with their requests.
 
-        Those of nearer steps come first, and then those with longer texts.
+        An engine's requests of nearer steps come first, and within a step those with longer texts.
         """
         engines = []
         for index in range(self._num_engines):

@@ -21,7 +21,7 @@ in texts, which takes no GPU time."""
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """GPUs of a run."""
+    """GPUs of a simulated run, and what they are used for."""
 
     device: str
     """Name of the GPU's data sheet (`data_sheets.py`), or `measured` if the costs are not of kind `roofline`."""

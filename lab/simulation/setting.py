@@ -275,7 +275,7 @@ class Setting:
         return [pattern[i % len(pattern)] for i in range(num_engines)]
 
     def tail(self) -> TailPolicy | None:
-        """Returns a tail policy whose length estimator has seen a rollout of other prompts, or None without one."""
+        """Returns a tail policy whose length estimator has seen another rollout, or None if the variant has no tail policy."""
         if self.variant.tail is None:
             return None
         scenario = self.fleet.scenario

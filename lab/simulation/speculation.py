@@ -17,9 +17,9 @@ from nemo_specrollout.speculation.decision import best_depth, best_steps
 from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts
 
 _EXACT_BATCH = 8
-"""Largest batch size up to which each size has its own cached decision."""
+"""Batch size up to which each size has its own cached decision."""
 _BATCH_STEP = 1.1
-"""Ratio up to which larger batch sizes share a cached decision."""
+"""Ratio up to which batch sizes above `_EXACT_BATCH` share a cached decision."""
 _CONTEXT_STEP = 1.25
 """Ratio up to which context lengths share a cached decision."""
 _ACCEPTANCE_STEP = 0.02

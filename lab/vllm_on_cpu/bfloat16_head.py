@@ -69,9 +69,9 @@ class _LMHead(_InBfloat16, UnquantizedEmbeddingMethod):
 
 @register_quantization_config(BFLOAT16_HEAD)
 class Bfloat16Head(QuantizationConfig):
-    """Config of the quantization method, for vLLM.
+    """Config object through which vLLM uses this module's quantization method for a draft head in bfloat16.
 
-    It applies to all linear layers of a head including its LM head, but not to the embedding, which is the policy's.
+    The method applies to all linear layers of the head including its LM head, but not to the embedding, which is the policy's.
     """
 
     def get_name(self) -> str:  # type: ignore[override]

@@ -57,9 +57,9 @@ def value_of(number: Any) -> Any:
 
 
 def stored(value: Any, like: Any) -> Any:
-    """Returns, inside a numba function, the float32 `value` in the form that the array of logits `like` has.
+    """Returns, inside a numba function, the float32 `value` in the form in which the array `like` stores logits.
 
-    For a bfloat16 these are its bits. A float16 is not supported.
+    For a bfloat16 this is its bits. A float16 is not supported.
     """
     raise NotImplementedError
 

@@ -90,9 +90,9 @@ def compute_local_logits_stats(  # type: ignore[no-untyped-def]
 def _residual_mass(  # type: ignore[no-untyped-def]
     joint_ratio, residual_mass_RB, target_logits, target_max_RB, target_sumexp_RB, token, row
 ):
-    """Returns how much probability of the target model, times the joint ratio, is above the draft model's in a row.
+    """Returns the sum of max(r p(x) - q(x), 0) over the tokens x of a row (Sun et al. 2024).
 
-    Source: Sun et al. 2024.
+    r is the joint ratio, p(x) the target model's probability of a token, and q(x) the draft model's.
     """
     if residual_mass_RB is not None:
         return residual_mass_RB[row].sum()

@@ -4,8 +4,8 @@
 In all functions, `t` are the board's tables. Shapes: as in `drafters/board.py`, and L = NUM_LEVELS.
 
 What an engine step adds to a table of all requests is summed separately, and added at the end. So no request reads what
-another request of the same step has learned, and the order of the requests does not matter. A GPU computes all requests at the
-same time, so there it must be the same.
+another request of the same step has learned, and the order of the requests does not matter. Results are then the same as on a
+GPU, where all requests are computed at the same time.
 """
 
 import numpy as np
@@ -46,9 +46,9 @@ def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
-    """Returns the factor on the acceptance rates of a request's new drafts, which is between 1 and the raw factor.
+    """Returns the factor by which the acceptance rates of a request's new drafts are multiplied.
 
-    The better such factors have predicted hits so far, the closer it is to the raw factor.
+    It is between 1 and the raw factor. The better such factors have predicted hits so far, the closer it is to the raw factor.
     """
     weight = min(max((weight_2[0] + F32(1)) / (weight_2[1] + F32(1)), F32(0)), F32(1))
     return F32(1) + weight * (_raw_factor(factor_2) - F32(1))

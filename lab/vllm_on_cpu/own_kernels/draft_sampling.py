@@ -81,7 +81,7 @@ def best_two(logits_V, divisor, is_noisy, state, is_murmur, token_ids_V, scores_
 
 
 def sample_rows(*arguments: Any) -> None:
-    """Implements `draft_sampling_triton.sample_rows`."""
+    """Implements `draft_sampling_triton.sample_rows` on a CPU."""
     _sample_rows(*map(view, arguments), _EDGES, HAS_MURMUR_NOISE)
 
 
