@@ -124,7 +124,7 @@ class RolloutEngine(HostedEngine):
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """Excludes `seconds` from the time of the next engine step, because the engine only waited for its caller then."""
+        """Excludes `seconds` from the time of the next engine step. In these seconds the engine has waited for its caller."""
         self._run(engine_stats.stand_still, seconds)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -77,7 +77,7 @@ def counters_of(worker: Any) -> EngineStats:
 
 
 def stand_still(worker: Any, seconds: float) -> None:
-    """Excludes `seconds` from the time of the next engine step, because the engine only waited for its caller then."""
+    """Excludes `seconds` from the time of the next engine step. In these seconds the engine has waited for its caller."""
     worker.specrollout_accounts.trace.stood_still(seconds)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates RL steps, and compares plain decoding with variants that have further features.
 
-The features are added one by one, or are those that a run's config has. Steps are synchronous, or they are asynchronous with a
+The features are added one by one, or they are those of a run's config. Steps are synchronous, or they are asynchronous with a
 lag and with separate GPUs for generation and training.
 
 Shapes: R requests, T steps, B requests of a step.

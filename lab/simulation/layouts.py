@@ -49,7 +49,7 @@ class Layout:
     kind: str
     """Kind of drafting, as `Fleet.speculation` takes it."""
     draft: str
-    """What drafts, as in `MethodConfig.draft`, or `model` for the policy's draft model."""
+    """Source of the drafts, as in `MethodConfig.draft`, or `model` for the policy's draft model."""
 
 
 LAYOUTS = (

@@ -82,7 +82,7 @@ class MethodConfig:
 
     name: str
     draft: str = HEAD
-    """What drafts, which is `eagle3`, `text`, or the name of a small model."""
+    """Source of the drafts, which is `eagle3`, `text`, or the name of a small model."""
     acceptance: float | None = bounded(None, low=0.0, below=1.0)
     """Probability that a draft token of the typical request is right if all before it are. Alternative to
     `acceptance_length`."""
