@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO on one machine, with the task, the trainer, the loop, and the report of a run."""
+"""Runs GRPO on one machine. The package has tasks, a trainer, the training loop, and the report of a run."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous GRPO whose engines make the texts of coming steps in free slots (`run_ahead`)."""
+"""Rollout sources of synchronous GRPO, whose engines also decode requests of coming steps in free slots (`run_ahead`)."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,9 +17,10 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFil
 
 
 class AheadOfFleet:
-    """Work of a fleet's engines for coming steps. Owns the texts, and knows whether engines have a plan.
+    """Lets the engines of a fleet decode requests of coming steps. Owns the texts that they have made.
 
-    A plan is for one version of the weights, and ends before new weights come.
+    A plan says which of these requests each engine may start. It is made for one version of the weights, and must be ended
+    before new weights are loaded.
     """
 
     def __init__(self, texts: TextsInFlight) -> None:
@@ -27,13 +28,21 @@ class AheadOfFleet:
         self._has_plan = False
 
     def plan(self, pool: RolloutPool, step: int) -> None:
-        """Lets the live engines start requests of the steps after `step`, beside their own and while they have none."""
+        """Lets all live engines start requests of the steps after `step`.
+
+        An engine decodes them beside its requests of `step`, and also while it has none of these.
+        """
         engines = pool.alive()
         self._has_plan = True
         pool.plan_ahead(dict(zip(engines, self.texts.plans(step, len(engines)), strict=True)))
 
     def end(self, pool: RolloutPool, *, keeps_cache: bool = False) -> None:
-        """Stops the engines' work for coming steps, and keeps the texts. Does nothing without a plan."""
+        """Ends the plan. The engines stop early requests, and the texts that they have made are kept.
+
+        Does nothing without a plan.
+
+        With `keeps_cache`, the engines keep their cached prefixes, which running requests of the current step may still use.
+        """
         if self._has_plan:
             self._has_plan = False
             self.texts.keep(pool.end_ahead(keeps_cache=keeps_cache))
@@ -42,10 +51,11 @@ class AheadOfFleet:
 class AheadFleet(RolloutFleet):
     """A fleet whose engines start requests of coming steps in the slots that a draining rollout leaves empty.
 
-    An engine that has nothing else to do continues with them by itself. Engines that share their cores with the trainer stop
-    at the end of the rollout, and others stop when new weights come.
+    An engine without any request of the current step continues with early requests by itself. Engines that share their cores
+    with the trainer end this at the end of the rollout. Other engines end it when new weights come.
 
-    Invariant: a step's samples are the same as without `run_ahead`. Its early texts are neither trained on nor scored.
+    Invariant: a step's samples are the same as without `run_ahead`. Texts made ahead are only used as drafts, so they are
+    neither trained on nor scored.
     """
 
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:

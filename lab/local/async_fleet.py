@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous GRPO with a fleet that generates for coming steps, in a thread, while the policy is trained.
+"""Asynchronous GRPO, where a thread lets the engines generate for coming training steps while the policy is trained.
 
-It follows NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils). A target is the training step for
-which a batch is generated. It is started as soon as the current policy is at most `max_trajectory_age_steps` steps older.
+This follows NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils). A target is a training step for
+which responses are generated. It is started as soon as its number is at most `max_trajectory_age_steps` above the policy
+version.
 """
 
 import queue
@@ -33,26 +34,26 @@ _LOOK_S = 0.005
 
 @dataclass(frozen=True)
 class Trajectories:
-    """All responses for a target."""
+    """All responses for one training step, which is called their target, and how they were generated."""
 
     target: int
     prompts: StepPrompts
     responses: list[Response]
     timeline: Timeline
     first_version: int
-    """Version of the policy when the target was started, which is the oldest one that made a token of it."""
+    """Policy version when generation for the target began. No token of the responses was sampled by an older version."""
     seconds: float
-    """Seconds from the start of the target to its last response."""
+    """Seconds from the start of generation for the target to the end of its last response."""
 
     @property
     def age(self) -> int:
-        """Number of training steps between the oldest policy that made a token of it and the one trained on it."""
+        """Number of training steps by which the oldest policy that sampled a response is behind the policy trained on it."""
         return self.target - self.first_version
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A batch that is being generated."""
+    """A training step whose responses are being generated."""
 
     prompts: StepPrompts
     keys: list[int]
@@ -63,20 +64,21 @@ class _Target:
 
 @dataclass(frozen=True)
 class CollectorEvents:
-    """Callbacks of a collector's thread."""
+    """Functions that a `TrajectoryCollector` calls in its thread."""
 
     on_ready: Callable[[Trajectories], Any]
-    """Receives trajectories as soon as they are complete. Its result is what the trainer takes."""
+    """Called with the trajectories of a target as soon as they are complete. `TrajectoryCollector.take` returns its result."""
     on_begun: Callable[[int], None] = lambda target: None
-    """Receives the newest target that was started, whenever it changes."""
+    """Called with the newest target whenever further targets have been started."""
 
 
 class TrajectoryCollector:
-    """Generates for targets while the trainer trains. Owns the thread that is the only user of the coordinator and engines.
+    """Generates responses for coming training steps (targets) while the policy is trained. Owns the thread that does so.
 
-    It collects until it is closed or fails. After a failure every call raises its error.
+    While the collector is open, no other thread may use the coordinator and the engines. It collects until it is closed or
+    fails. After a failure, each call that waits for the thread raises the thread's error.
 
-    Invariant: a policy of version v starts no target beyond v + max_trajectory_age_steps.
+    Invariant: while the policy has version v, no target beyond v + max_trajectory_age_steps is started.
     """
 
     def __init__(
@@ -102,14 +104,17 @@ class TrajectoryCollector:
         self._closed = threading.Event()
         self._failure: BaseException | None = None
         self.idle_s = 0.0
-        """Seconds without a running request, because no target could be started."""
+        """Seconds in which no request was running, because no target could be started."""
         self._thread = threading.Thread(target=self._collect, daemon=True)
         self._thread.start()
 
     # In the trainer's thread
 
     def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> Any:
-        """Waits for the result of `on_ready` for a target. `on_finished` receives the number of finished responses."""
+        """Waits until all responses for a target have ended, and returns what `CollectorEvents.on_ready` has made of them.
+
+        While it waits, it calls `on_finished` with the number of finished responses.
+        """
 
         def is_ready() -> bool:
             if (batch := self._under_way.get(target)) is not None:
@@ -122,10 +127,10 @@ class TrajectoryCollector:
     def update_weights(
         self, tensors: Iterable[tuple[str, Any]], version: int, before: Callable[[], None] = lambda: None
     ) -> None:
-        """Gives the engines the weights of `version`, and returns when they have them.
+        """Gives the engines the weights of policy version `version`, and returns when they have loaded them.
 
-        With `in_flight_weight_updates` this happens while requests are running, and otherwise after they have ended. The
-        thread calls `before` just before.
+        With `in_flight_weight_updates` they load the weights while requests are running, and otherwise after all requests have
+        ended. Immediately before the engines load, the collector's thread calls `before`.
         """
 
         def update() -> None:
@@ -138,7 +143,7 @@ class TrajectoryCollector:
         self.call(update)
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Does `work` in the collector's thread, between two rounds, and returns its result."""
+        """Runs `work` in the collector's thread, while that thread does nothing else, and returns its result."""
         future: Future[Any] = Future()
         self._calls.put((work, future))
         self._wait(future.done)
@@ -198,10 +203,12 @@ class TrajectoryCollector:
 
 
 class AsyncFleet(RolloutFleet):
-    """A fleet that only the collector's thread may use from `begin` on. Owns the collector.
+    """Rolls out the steps of asynchronous GRPO (`RolloutSource`). Owns its engines and the `TrajectoryCollector`.
 
-    Invariant: step s trains on samples that were started by a policy of version s - max_trajectory_age_steps or newer, and no
-    sample is used twice.
+    After `begin`, only the collector's thread uses the engines.
+
+    Invariant: step s trains on samples whose generation began with policy version s - max_trajectory_age_steps or a newer one,
+    and no sample is used twice.
     """
 
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
@@ -221,7 +228,7 @@ class AsyncFleet(RolloutFleet):
         self._collector = TrajectoryCollector(self.coordinator, config, self._prompts, events, steps, self.task)
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Waits for the trajectories of a step, and returns them."""
+        """Waits until all responses on which a step trains have ended, and returns them."""
         assert self._collector is not None
         started = time.perf_counter()
         rollout: StepRollout = self._collector.take(step, on_finished)
@@ -229,14 +236,17 @@ class AsyncFleet(RolloutFleet):
         return replace(rollout, figures={**rollout.figures, "generation_s": waited_s})
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replaces the weights of all engines, while requests are running or between them."""
+        """Replaces the weights of all engines. With `in_flight_weight_updates` this may happen while requests are running."""
         if self._collector is None:
             super().load_weights(tensors, policy_version)
         else:
             self._collector.update_weights(tensors, policy_version, before=self._before_weights)
 
     def complete(self, rollout: StepRollout) -> StepRollout:
-        """Returns the rollout with all work of the engines between the last two weight updates, for whichever steps."""
+        """Returns the rollout with statistics of all that the engines did between the last two weight updates.
+
+        The engines may have worked for other steps than the rollout's.
+        """
         return replace(rollout, stats=replace(self._worked, tail=rollout.stats.tail))
 
     def take_alarms(self) -> list[dict[str, Any]]:
@@ -255,13 +265,13 @@ class AsyncFleet(RolloutFleet):
         return self._call(lambda: ask(*question, drafting_by=drafting_by))
 
     def _call(self, work: Callable[[], Any]) -> Any:
-        """Does work in the thread to which the engines belong."""
+        """Runs `work` in the thread that may use the engines, and returns its result."""
         return work() if self._collector is None else self._collector.call(work)
 
     # In the collector's thread
 
     def _plan_ahead(self, target: int) -> None:
-        """Lets engines start requests of the targets after the newest one that was started."""
+        """Lets engines start requests of the targets after `target`, which is the newest target that has been started."""
         if self._ahead is not None:
             self._ahead.plan(self.pool, target)
 
@@ -298,10 +308,13 @@ class AsyncFleet(RolloutFleet):
 
 
 def _policy_spans(response: Response) -> list[tuple[int, int]]:
-    """Returns version and first position of each policy, counted from the beginning of the prompt as in sample stats."""
+    """Returns the policy versions that sampled a response, each with the position of its first token.
+
+    Positions are counted from the beginning of the prompt, as in sample stats.
+    """
     return [(version, len(response.request.prompt_token_ids) + first) for version, first in response.policy_spans]
 
 
 def _num_older(response: Response, version: int) -> int:
-    """Returns the number of tokens before the first one of the policy of `version`."""
+    """Returns how many tokens of a response were sampled by policies older than `version`."""
     return next((first for v, first in response.policy_spans if v == version), len(response.tokens))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coordinator that also distributes requests among its engines, restarts dead ones, and gives them new weights.
+"""The coordinator of a local run, which distributes requests among engines, restarts dead engines and gives them new weights.
 
 Shapes: R requests, E engines.
 """
@@ -22,24 +22,27 @@ from nemo_specrollout.stragglers.turns import EngineFleet, Request
 
 
 class LocalFleet(EngineFleet, Protocol):
-    """The engines of a local run."""
+    """Interface through which the coordinator of a local run uses its engines."""
 
     def revive(self) -> None:
-        """Starts to restart dead engines with the current weights. Raises RuntimeError if no engine is left."""
+        """Begins to restart dead engines with the current weights, without waiting.
+
+        Raises RuntimeError if no engine is left.
+        """
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """Gives every engine new weights, after the turns that it has queued."""
+        """Gives every engine new weights, which it loads after the turns that are already queued for it."""
 
 
 class Stay:
-    """A tail policy that moves and races nothing."""
+    """A tail policy under which no request ever moves to another engine, and no two engines race for a request."""
 
     def decide(self, seen: TailObservation) -> TailDecision:
         return TailDecision()
 
 
 class DealingCoordinator(Coordinator):
-    """Coordinator of a local run's engines. Without a tail policy, a request stays in its engine unless that one dies."""
+    """Coordinator of a local run's engines. Without a tail policy, a request stays in its engine unless that engine dies."""
 
     engines: LocalFleet
 
@@ -53,10 +56,12 @@ class DealingCoordinator(Coordinator):
         begins_again: bool = False,
         deals_shards: bool | None = None,
     ) -> None:
-        """With `begins_again`, running requests start over with new weights, and reuse their texts as drafts (`run_ahead`).
+        """Makes a coordinator for `engines`. `policy` is its tail policy, or None for no moves and races.
 
-        With `deals_shards`, requests are distributed in equal shards, as NeMo-RL does, and not by their expected lengths.
-        This is the default without a tail policy.
+        With `begins_again`, running requests start over when new weights are loaded, and their texts so far become drafts
+        (`run_ahead`). With `deals_shards`, each engine gets an equal share of the requests in their order, as in NeMo-RL.
+        Otherwise requests are distributed by their expected lengths. If `deals_shards` is None, it is true without a tail
+        policy and false with one.
         """
         super().__init__(engines, policy or Stay(), ladder, lengths)
         self._stays = policy is None
@@ -69,7 +74,11 @@ class DealingCoordinator(Coordinator):
         on_finished: Callable[[int], None] = lambda done: None,
         task: str = ANY_TASK,
     ) -> tuple[list[Rollout], Timeline]:
-        """Returns the responses, in the order of `requests`, and the timeline. An interrupted rollout is abandoned."""
+        """Decodes `requests`, and returns their responses in the same order with the timeline of the rollout.
+
+        Calls `on_finished` with the number of finished responses. If the call is interrupted, all of its requests are
+        abandoned.
+        """
         keys = self.deal(requests, task)
         try:
             num_done = 0
@@ -83,13 +92,16 @@ class DealingCoordinator(Coordinator):
         return [r.rollout for r in responses], timeline
 
     def take_with_timeline(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
-        """Returns and forgets responses that have ended, with their timeline."""
+        """Returns responses that have ended, with their timeline, and removes them from the coordinator.
+
+        `keys` come from `deal`.
+        """
         responses, saved_s = self.take(keys)
         methods = tuple(self._speeds.table.methods[m] for m in self.engines.methods)
         return responses, Timeline.of(responses, methods, saved_s)
 
     def deal(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
-        """Starts requests, distributes them among the engines, and returns their keys."""
+        """Distributes requests among the engines and starts them. Returns a key for each request, for `take_with_timeline`."""
         self.engines.revive()
         keys = self._begin(requests, task)
         self._deal_out(keys)
@@ -113,7 +125,7 @@ class DealingCoordinator(Coordinator):
             super()._consult_policy()
 
     def _deal_out(self, keys: Sequence[int]) -> None:
-        """Starts requests, in equal shards or by their expected lengths."""
+        """Starts requests in live engines, distributed in equal shards or by their expected lengths."""
         is_alive_E = self._is_alive_E()
         if not keys or not is_alive_E.any():
             return
@@ -129,7 +141,7 @@ class DealingCoordinator(Coordinator):
             self._start(keys[i], int(engine_R[i]))
 
     def _loads_E(self) -> np.ndarray:
-        """Returns the expected remaining tokens of each engine, float64 [E]."""
+        """Returns how many tokens each engine is expected to decode for its running requests, float64 [E]."""
         responses: list[Response] = [self.responses[key] for key in self._active]
         loads_E = np.zeros(len(self._assigned))
         for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):

@@ -17,22 +17,22 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
 ENGINE_SHARE = 0.5
-"""Share of the free memory that all engines together may take. The trainer has the rest."""
+"""Share of the GPU's free memory that all engines together may take. The trainer gets the rest."""
 WORK_BYTES = 3 * GIB
-"""Bytes of an engine's memory in addition to weights and KV cache, for CUDA's context, activations and CUDA graphs."""
+"""Bytes of memory that an engine needs besides weights and KV cache, for CUDA's context, activations and CUDA graphs."""
 TRAINER_BYTES = 24
-"""Most bytes per parameter in the trainer, for weight, gradient, two moments, and the float32 copies that bfloat16 needs or
-that are on their way to an engine."""
+"""Most bytes that the trainer needs for each parameter of the policy. They are for the weight, its gradient, two moments of
+the optimizer, and a float32 copy. The copy is needed by training in bfloat16, or is on its way to an engine."""
 _ROOM = 1.1
-"""Factor on the size of the KV cache, because its blocks are seldom full."""
+"""Factor by which a KV cache must be larger than the tokens in it, because its blocks are seldom full."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def run_device(gpus_per_node: int) -> torch.device:
     """Returns the device of a run. Raises ConfigError if `cluster.gpus_per_node` does not fit this machine.
 
-    Call it before anything uses the GPU, because cuBLAS reads the size of its workspace, on which deterministic products
-    depend, when it starts.
+    Call it before anything uses the GPU. It sets the size of cuBLAS's workspace, on which deterministic matrix products
+    depend, and cuBLAS reads this size only when it starts.
     """
     path = "cluster.gpus_per_node"
     if torch.cuda.is_available() != bool(gpus_per_node):
@@ -48,10 +48,11 @@ def run_device(gpus_per_node: int) -> torch.device:
 
 @contextmanager
 def deterministic_kernels(device: torch.device) -> Iterator[None]:
-    """Makes torch choose kernels on a GPU whose results do not depend on timing, so that equal rows train equal weights.
+    """Returns a context in which torch uses deterministic kernels on a GPU, so that equal samples lead to equal weights.
 
-    The choice ends with the context, because an engine in the same process needs kernels that torch would refuse in it.
-    Kernels on a CPU are deterministic anyway.
+    Without it, results may depend on timing. At the end of the context torch's earlier settings return, because an engine in
+    the same process needs kernels that are not deterministic. On a CPU the context does nothing, because all kernels there are
+    deterministic.
     """
     if device.type == "cpu":
         yield
@@ -72,13 +73,14 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
 def engine_memory(
     generation: GenerationConfig, shape: PolicyShape, free_bytes: int, total_bytes: int, num_engines: int
 ) -> dict[str, Any]:
-    """Returns `kv_cache_memory_bytes` and `gpu_memory_utilization` of each engine on a GPU that the trainer shares.
+    """Returns vLLM's `kv_cache_memory_bytes` and `gpu_memory_utilization` for engines that share a GPU with the trainer.
 
-    An engine gets the KV cache that its requests need at their full length, or what half of the free memory leaves. vLLM's own
-    default, 0.9 of the whole GPU, would leave nothing for the trainer. Engines are not put to sleep instead, because with
-    `run_ahead` they work while the policy is trained.
+    The KV cache of an engine has room for all of its requests at their full length, unless all engines together would then
+    take more than half of the free memory. In that case it is smaller. vLLM's own default, which is 0.9 of the whole GPU,
+    would leave nothing for the trainer. Engines do not sleep while the policy is trained, because with `run_ahead` they work
+    then.
 
-    Raises ConfigError if there is not enough memory for one request, or for the trainer.
+    Raises ConfigError if the memory is not enough for one request of each engine and for the trainer.
     """
     cfg = generation.vllm_cfg
     num_parameters = sum(math.prod(size) for size in shape.hf_shapes().values())
@@ -101,9 +103,9 @@ def engine_memory(
 
 
 def sized_engines(kwargs: Mapping[str, Any], memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's arguments with the sizes of `memory`, unless the user gives some.
+    """Returns `kwargs`, the user's arguments for vLLM, with those sizes of `memory` that the user does not set.
 
-    If the user gives a share of the GPU, no size is set for the KV cache, because vLLM would then ignore the share.
+    If the user sets `gpu_memory_utilization`, nothing is added, because vLLM would ignore it beside a size of the KV cache.
     """
     if "gpu_memory_utilization" in kwargs:
         return dict(kwargs)

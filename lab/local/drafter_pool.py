@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts, watches and restarts the drafter processes of a local run. A rollout waits for them only at its start."""
+"""Starts, watches and restarts the drafter processes of a local run. The run waits for them only when its engine starts."""
 
 import contextlib
 import math
@@ -14,30 +14,32 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
 
 HANG_S = 30.0
-"""Seconds of silence after which a process is killed."""
+"""Seconds without a report after which a drafter process that is up is killed."""
 START_S = 600.0
-"""Most seconds that a process may take to start."""
+"""Most seconds that a drafter process may take to start."""
 FIRST_PAUSE_S = 1.0
-"""Seconds before a process is restarted. They double each time that it ends before it has reported anything."""
+"""Seconds between the first end of a drafter process and its restart. The pause doubles whenever a process ends before it has
+reported anything."""
 LONGEST_PAUSE_S = 60.0
 _WATCH_PERIOD_S = 0.5
 
 
 class DrafterProcess:
-    """One drafter process, restarted at the same address when it ends or hangs. Call `watch` periodically.
+    """A drafter process that is restarted at the same address when it ends or hangs. Call `watch` periodically.
 
-    Its states are starting, up, down (until its pause is over) and stopped.
+    The process is starting, up, down or stopped. It is down from its end until the pause before the restart is over.
     """
 
     def __init__(self, spec: DrafterSpec) -> None:
         self.spec = spec
         self.num_restarts = self.num_told = 0
         self.deaths: list[str] = []
-        """Last output of each process that has ended. `take_deaths` has reported the first `num_told`."""
+        """Last output of each process that has ended. `DrafterPool.take_deaths` has already reported the first `num_told` of
+        them."""
         self.status: DrafterReport | None = None
         """Latest report of the process, or None until it has bound its address."""
         self.told_problem = ""
-        """The latest problem with new weights that `take_deaths` has reported."""
+        """Latest problem with new weights that `DrafterPool.take_deaths` has reported."""
         self._pause_s = FIRST_PAUSE_S
         self._resume_at_s = 0.0
         self._child: JsonChild | None = None
@@ -51,7 +53,7 @@ class DrafterProcess:
 
     @property
     def is_up(self) -> bool:
-        """Whether the process drafts."""
+        """Whether the process is ready to draft."""
         return self.status is not None and self.status.is_up
 
     def watch(self) -> None:
@@ -72,7 +74,7 @@ class DrafterProcess:
             self._start()
 
     def stop(self) -> None:
-        """Ends the process, which is not restarted."""
+        """Ends the process for good."""
         child = self._child
         self._child = None
         self._resume_at_s = math.inf
@@ -80,7 +82,7 @@ class DrafterProcess:
             child.end()
 
     def failure(self) -> str | None:
-        """Returns the last output of a process that ended before it was up, and otherwise None."""
+        """Returns the last output of the process if it ended before it was up, and None otherwise."""
         if self.is_up or self._child is None or not self._child.has_ended:
             return None
         return self._child.last_words()
@@ -92,7 +94,7 @@ class DrafterProcess:
         threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
 
     def _listen(self, child: JsonChild) -> None:
-        """Reads the reports of a process until it ends. Runs in its own thread."""
+        """Keeps the latest report of `child` until the child ends. Runs in its own thread."""
         for report in child.reports():
             with contextlib.suppress(TypeError):
                 status = DrafterReport(**report)
@@ -106,7 +108,8 @@ class DrafterProcess:
 class DrafterPool:
     """Owns the drafter processes of a run, and the thread that watches them.
 
-    Example: `pool = DrafterPool(specs)`, an engine for `pool.addresses()`, `pool.wait_until_up()`, at the end `pool.stop()`.
+    Example: make `pool = DrafterPool(specs)`, start an engine that drafts with `pool.addresses()`, and call
+    `pool.wait_until_up()`. Call `pool.stop()` at the end.
     """
 
     def __init__(self, specs: Sequence[DrafterSpec]) -> None:
@@ -117,12 +120,18 @@ class DrafterPool:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def addresses(self) -> list[str]:
-        """Waits until all drafters have bound their addresses, and returns these. Raises ConfigError if one cannot start."""
+        """Waits until all drafters have bound their addresses, and returns the addresses.
+
+        Raises ConfigError if one cannot start.
+        """
         self._wait(lambda process: process.status is not None)
         return [p.spec.address for p in self.processes]
 
     def wait_until_up(self) -> None:
-        """Waits until all drafters are up, then restarts each that fails. Raises ConfigError if one cannot start."""
+        """Waits until all drafters are up, and from then on restarts each that fails.
+
+        Raises ConfigError if one cannot start.
+        """
         self._wait(lambda process: process.is_up)
         self._watcher.start()
 
@@ -140,7 +149,7 @@ class DrafterPool:
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each process that has ended since the last call, and for each that refuses new weights.
 
-        Restarts the processes that have ended.
+        It also restarts processes that have ended, as the watching thread does.
         """
         self._look()
         found: list[str] = []

@@ -14,7 +14,8 @@ from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterS
 def main(text: str) -> int:
     """Runs a drafter until the parent process ends. Returns the exit code.
 
-    `text` is a `DrafterSpec` as JSON. Each report goes to stdout as a line of JSON. If it cannot start, stderr has the reason.
+    `text` is a `DrafterSpec` as JSON. Each report of the drafter is printed on stdout as a line of JSON. If the drafter cannot
+    start, the reason is printed on stderr and the exit code is 2.
     """
     end_with_parent()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The early requests of an engine process (`run_ahead`), which are decoded while the engine has nothing else to do."""
+"""A thread that lets an engine decode early requests (`run_ahead`) while the engine has nothing else to do."""
 
 import threading
 import time
@@ -12,23 +12,27 @@ from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 SLICE_S = 0.05
-"""Seconds for which the thread decodes at a time. A call of the engine waits for the end of a slice."""
+"""Seconds of a slice, which is how long the thread decodes before it lets others use the engine. A call waits for the end of
+the running slice."""
 
 LEAST_S = 1e-3
-"""Shortest slice in seconds that can have had a step."""
+"""Seconds of the shortest slice that can contain an engine step. After a shorter slice the thread waits, because no early
+request can start at the moment."""
 
 
 class EarlyWork:
-    """Lets a `RollingEngine` decode early requests between the calls of its engine. Owns the thread that does so.
+    """Lets a `RollingEngine` decode early requests between calls of its engine. Owns the thread that does so.
 
-    Each call is made within the context `set_aside`. It waits for the end of a slice, and no slice begins before the call has
-    ended. In the steps of the call itself, the rolling engine decodes early requests beside the engine's own.
+    The thread decodes in slices of `SLICE_S`. Each call of the engine must be made within the context `set_aside`, which waits
+    for the end of the running slice and lets no other slice begin before the call has ended. During a call, the
+    `RollingEngine` decodes early requests in the engine steps of the engine's own requests.
 
-    No slice begins between `plan` and the next call either, because that call brings the requests of the step.
+    After `plan`, no slice begins before a call has used `allow`, because the next call brings the requests of the training
+    step.
     """
 
     def __init__(self, rolling: RollingEngine, has_own: Callable[[], bool]) -> None:
-        """`has_own` tells whether the engine has requests of its own, which only a turn may step."""
+        """Starts the thread. `has_own` tells whether the engine has own requests, in which case only a turn may step it."""
         self._rolling = rolling
         self._has_own = has_own
         self._state = threading.Condition()
@@ -38,7 +42,10 @@ class EarlyWork:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Keeps the thread from the engine while a call runs. Raises the error of a slice that has failed."""
+        """Returns a context in which the thread does not use the engine.
+
+        Raises the error of an earlier slice that has failed.
+        """
         with self._state:
             self._is_asked = True
             self._state.wait_for(lambda: not self._is_slicing)
@@ -52,13 +59,13 @@ class EarlyWork:
                 self._state.notify_all()
 
     def plan(self, plan: AheadPlan) -> None:
-        """Sets the requests that the engine may start early from now on, in place of earlier ones."""
+        """Replaces the early requests that the engine may start by those of `plan`."""
         with self.set_aside():
             self._rolling.plan(plan.rows, plan.scale, plan.kept)
             self._has_work = False
 
     def allow(self) -> None:
-        """Lets the thread work from the end of this call on, if anything is left to do. Call it within `set_aside`."""
+        """Lets the thread decode early requests once the context `set_aside` has ended, within which this must be called."""
         self._has_work = True
 
     def worth(self) -> EarlyWorth:
@@ -67,7 +74,7 @@ class EarlyWork:
             return self._rolling.worth()
 
     def end(self, *, keeps_cache: bool) -> EarlyMade:
-        """Stops all early requests and returns their texts."""
+        """Stops all early requests and returns their texts. With `keeps_cache`, vLLM's cached prefixes stay."""
         with self.set_aside():
             self._has_work = False
             return self._rolling.end(keeps_cache=keeps_cache)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in this process, which is vLLM with our worker. It takes rollout requests and returns rollouts."""
+"""A vLLM engine in this process, which takes rollout requests and returns rollouts.
+
+It has our vLLM worker if the block is enabled.
+"""
 
 import gc
 import math
@@ -35,21 +38,21 @@ _MAX_TRIES = 50
 
 @dataclass(frozen=True)
 class AheadRequest:
-    """A request of a coming step, in the form in which an engine decodes it early."""
+    """A request of a coming step that an engine may decode early."""
 
     request: RolloutRequest
     seed: int
-    """Seed of its noise."""
+    """Seed of the request's noise, which is the randomness of its sampling."""
 
 
 class RolloutEngine(HostedEngine):
-    """vLLM in this process. Owns the engine and its weights.
+    """A vLLM engine in this process. Owns the engine, its weights and its drafter processes until `close`.
 
-    It runs until it is closed. Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
+    Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
     """
 
     drafters: "DrafterPool | None"
-    """The drafter processes that the block asks for."""
+    """Drafter processes, or None if the block asks for none."""
 
     def __init__(self, model: Path, generation: GenerationConfig, seed: int, **overrides: Any) -> None:
         """Starts an engine for the Hugging Face folder `model`, with `overrides` as further arguments of vllm.LLM.
@@ -79,7 +82,7 @@ class RolloutEngine(HostedEngine):
             raise
 
     def _start(self, overrides: Mapping[str, Any]) -> Any:
-        """Returns vLLM, started. Raises ConfigError."""
+        """Starts vLLM and returns its `vllm.LLM`. Raises ConfigError if vLLM refuses the configuration."""
         generation = self._generation
         block = self._generation.specrollout
         _check_config(self._model)
@@ -121,11 +124,11 @@ class RolloutEngine(HostedEngine):
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """Excludes `seconds` of a rollout, in which the engine waited for its caller, from the next step's time."""
+        """Excludes `seconds` from the time of the next engine step. In these seconds the engine has waited for its caller."""
         self._run(engine_stats.stand_still, seconds)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces the weights, by Hugging Face names, and clears the prefix cache."""
+        """Replaces the weights by `tensors`, which have Hugging Face names, and clears the prefix cache."""
         tensors = with_tied_lm_head(self._model, tensors)
         if self._has_our_worker:
             self._run(engine_weights.reload, tensors)
@@ -134,9 +137,11 @@ class RolloutEngine(HostedEngine):
         self._drop_cache()
 
     def _drop_cache(self) -> None:
-        """Makes vLLM drop its cached prefixes. A running step keeps some, until it ends with the next step.
+        """Makes vLLM drop the prefixes that older weights have cached.
 
-        Requests that continue with the old weights' KV cache keep theirs. Raises RuntimeError if others stay.
+        vLLM refuses this while an engine step still uses some of them. So the engine makes further steps until vLLM agrees.
+        Unfinished requests continue with the KV cache of the old weights, so the cache is not dropped if there are any. Raises
+        RuntimeError if vLLM refuses too often.
         """
         for _ in range(_MAX_TRIES):
             if self._llm.reset_prefix_cache() is not False or self._llm.llm_engine.has_unfinished_requests():
@@ -147,9 +152,9 @@ class RolloutEngine(HostedEngine):
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Loads an EAGLE-3 head that was trained for the engine's current weights.
 
-        On held-out texts its acceptance length was `expected_length` with `num_positions` draft positions.
-
-        Raises ValueError if `folder` does not have a head like the one with which the engine was started.
+        `expected_length` is the acceptance length that the head had on held-out texts with `num_positions` draft tokens, or
+        None if it is not known. Raises ValueError if `folder` does not have a head of the same shape as the one with which the
+        engine was started.
         """
         if not self._has_our_worker:
             raise ValueError("the block is disabled: this engine has no head")
@@ -165,16 +170,22 @@ class RolloutEngine(HostedEngine):
         return self._run(engine_stats.take_features) or []
 
     def capture_seconds(self) -> float:
-        """Returns the seconds of engine time that the capture of features has taken in all."""
+        """Returns the seconds of engine time that capturing features has taken since the engine started."""
         counters = self.counters()
         return 0.0 if counters is None else counters.capture_s
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms of a canary, and of the file of what was learned, since the last call."""
+        """Returns the alarms since the last call.
+
+        They come from the head's canary and from the files that are kept for later starts.
+        """
         return self._ask(WorkerCalls.specrollout_take_alarms) or []
 
     def keep_learned(self) -> None:
-        """Keeps what the engine has learned for later starts, if the block names a folder. Call it between two steps."""
+        """Writes what the engine has learned to the folder that the block names, for later starts.
+
+        Does nothing if the block names no folder. Call it between two training steps.
+        """
         self._ask(WorkerCalls.specrollout_keep_learned)
 
     def take_deaths(self) -> list[str]:
@@ -182,7 +193,7 @@ class RolloutEngine(HostedEngine):
         return [] if self.drafters is None else self.drafters.take_deaths()
 
     def facts(self) -> dict[str, str | bool]:
-        """Returns the settings in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
+        """Returns the settings that are in force, such as vLLM's version, model runner, scheduling and CUDA graph mode."""
         return engine_facts(self._llm)
 
     def device_facts(self) -> dict[str, Any]:
@@ -190,11 +201,14 @@ class RolloutEngine(HostedEngine):
         return device_facts(self._llm)
 
     def stats(self, first_step: int = 0) -> EngineStats | None:
-        """Returns counters and the engine's steps from `first_step` on, or None for an engine without our worker."""
+        """Returns the engine's counters, and its engine steps from number `first_step` on.
+
+        Returns None if the worker is vLLM's own.
+        """
         return self._run(engine_stats.stats_of, first_step)
 
     def counters(self) -> EngineStats | None:
-        """Returns counters without steps, or None for an engine without our worker."""
+        """Returns the engine's counters without any engine steps, or None if the worker is vLLM's own."""
         return self._run(engine_stats.counters_of)
 
     def rolling(self) -> "RollingEngine":
@@ -206,7 +220,11 @@ class RolloutEngine(HostedEngine):
         return RollingEngine(self._llm, self._early_request, chosen.branches)
 
     def _early_request(self, start: "EarlyStart") -> tuple[dict[str, list[int]], Any]:
-        """Returns vLLM's prompt and sampling parameters of an early request, without parameters if its prefix is complete."""
+        """Returns the prompt and the sampling parameters with which vLLM is to decode an early request.
+
+        The prompt includes the part of the response that is already known. The parameters are None if that part is a whole
+        response.
+        """
         from nemo_specrollout.run_ahead.early_requests import early_params
 
         row = start.row.row
@@ -215,7 +233,7 @@ class RolloutEngine(HostedEngine):
         return {"prompt_token_ids": [*text, *start.prefix]}, early_params(params, start)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
-        """Returns `function(worker)`, for tools that look inside an engine."""
+        """Runs `function` on the engine's vLLM worker and returns its result, for tools that look inside an engine."""
         return self._llm.collective_rpc(function)[0]
 
     def close(self) -> None:
@@ -231,11 +249,14 @@ class RolloutEngine(HostedEngine):
             gc.collect()
 
     def _ask(self, method: Callable[[WorkerCalls, *Arguments], object], *arguments: *Arguments) -> Any:
-        """Returns our worker's reply to a method, or None if the worker is vLLM's own."""
+        """Calls a method of our vLLM worker and returns its result, or returns None if the worker is vLLM's own."""
         return self._llm.collective_rpc(method.__name__, args=arguments)[0] if self._has_our_worker else None
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns a function's result in our worker, or None if the worker is vLLM's own."""
+        """Calls a function with our vLLM worker as its first argument, and returns its result.
+
+        Returns None if the worker is vLLM's own.
+        """
         return self._llm.collective_rpc(function, args=arguments)[0] if self._has_our_worker else None
 
     def _text_and_params(self, request: RolloutRequest, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
@@ -270,7 +291,7 @@ class RolloutEngine(HostedEngine):
 
 
 def _check_config(model: Path) -> None:
-    """Raises ConfigError if transformers refuses a config.json, which vLLM would report with a traceback."""
+    """Raises ConfigError if transformers refuses the model's config.json, for which vLLM would only print a traceback."""
     from transformers import AutoConfig
 
     try:
@@ -281,10 +302,10 @@ def _check_config(model: Path) -> None:
 
 
 class Generation:
-    """Requests that run in an engine. Owns their results. A caller may advance several generations in turns.
+    """Decodes a list of requests in an engine, and owns their results.
 
-    It runs until all requests are done. If a step is interrupted, it is abandoned, and none of its requests stays in the
-    engine.
+    `advance` may stop before all requests are done, so that a caller can let several engines take turns. If it is interrupted,
+    the unfinished requests are removed from the engine.
     """
 
     def __init__(
@@ -295,7 +316,10 @@ class Generation:
         sampling: Mapping[str, Any] = MappingProxyType({}),
         at_a_time: int | None = None,
     ) -> None:
-        """Submits the requests, at most `at_a_time` at once. The other arguments are as for `RolloutEngine.generate`."""
+        """Submits the requests, so that at most `at_a_time` run at once.
+
+        The other arguments are as for `RolloutEngine.generate`.
+        """
         self._engine = engine
         self._on_finished = on_finished
         self._sampling = sampling
@@ -314,12 +338,12 @@ class Generation:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The responses in the order of the requests, once all are done."""
+        """Responses in the order of the requests. All requests must be done."""
         return [self._done[i] for i in self._ids]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the responses so far."""
+        """Number of tokens that all responses have so far."""
         done = sum(len(r.token_ids) for r in self._done.values())
         return done + sum(len(self._engine.progress(i)[0]) for i in self._ids if i not in self._done)
 

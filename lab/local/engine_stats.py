@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads counters, latest steps and captured features of an engine in its vLLM worker."""
+"""Reads the counters, the latest engine steps and the captured features of an engine inside its vLLM worker."""
 
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,21 +12,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters of an engine since its start, and its latest steps. Counts by drafter are [D, K]."""
+    """Counters of an engine since its start, and some of its latest engine steps.
+
+    Counts by drafter are lists [D][K], for D drafters and K draft positions.
+    """
 
     num_steps: int
     trace: StepRows
-    """The requested steps."""
+    """The engine steps that were asked for."""
     drafters: list[str] = field(default_factory=list)
     """Types of the drafters."""
     proposed: list[list[int]] = field(default_factory=list)
-    """Draft tokens that were verified."""
+    """Numbers of verified draft tokens, [D][K]."""
     accepted: list[list[int]] = field(default_factory=list)
-    """Draft tokens that were accepted."""
+    """Numbers of accepted draft tokens, [D][K]."""
     plain_step_s: list[float] | None = None
-    """Seconds of a step without drafts by number of requests, or None while unknown."""
+    """Seconds of an engine step without drafts, indexed by the number of requests, or None while they are unknown."""
     head_is_dormant: bool | None = None
-    """True if new requests get no drafts from the drafter with weights, or None without such a drafter."""
+    """Whether the drafter with weights is dormant, so that new requests get no drafts from it, or None without such a
+    drafter."""
     capture_s: float = 0.0
     """Seconds of engine time that the capture of features has taken."""
     drafter_stats: dict[str, Any] | None = None
@@ -34,12 +38,12 @@ class EngineStats:
 
     @property
     def num_proposed(self) -> int:
-        """Draft tokens that were verified, of all drafters and positions."""
+        """Number of verified draft tokens of all drafters and positions."""
         return sum(map(sum, self.proposed))
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that were accepted, of all drafters and positions."""
+        """Number of accepted draft tokens of all drafters and positions."""
         return sum(map(sum, self.accepted))
 
 
@@ -47,7 +51,7 @@ class EngineStats:
 
 
 def stats_of(worker: Any, first_step: int) -> EngineStats:
-    """Returns the engine's counters, and its steps from `first_step` on."""
+    """Returns the engine's counters, and its engine steps from `first_step` on."""
     accounts = worker.specrollout_accounts
     router = worker.specrollout_router
     num_steps = accounts.trace.num_steps
@@ -68,12 +72,12 @@ def stats_of(worker: Any, first_step: int) -> EngineStats:
 
 
 def counters_of(worker: Any) -> EngineStats:
-    """Returns the engine's counters without its steps."""
+    """Returns the engine's counters without any engine steps."""
     return stats_of(worker, worker.specrollout_accounts.trace.num_steps)
 
 
 def stand_still(worker: Any, seconds: float) -> None:
-    """Excludes `seconds`, in which the engine waited for its caller, from the next step's time."""
+    """Excludes `seconds` from the time of the next engine step. In these seconds the engine has waited for its caller."""
     worker.specrollout_accounts.trace.stood_still(seconds)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights for a running engine, loaded by its vLLM worker."""
+"""Loads new weights into a running engine, with functions that run in its vLLM worker."""
 
 import re
 import time
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def reload(worker: Any, tensors: "list[tuple[str, torch.Tensor]]") -> None:
-    """Replaces the model's weights by Hugging Face names. The caller clears the prefix cache."""
+    """Replaces the model's weights by `tensors`, which have Hugging Face names. The caller must clear the prefix cache."""
     started = time.perf_counter()
     worker.model_runner.reload_weights(weights_iterator=iter(tensors))
     has_new_heads = _reload_native_heads(worker.model_runner, dict(tensors))
@@ -23,8 +23,8 @@ def reload(worker: Any, tensors: "list[tuple[str, torch.Tensor]]") -> None:
 def _reload_native_heads(runner: Any, tensors: "Mapping[str, torch.Tensor]") -> bool:
     """Loads the policy's own (MTP) heads from a checkpoint's tensors. Returns whether it did.
 
-    vLLM's reloading of a policy leaves these heads out. Nothing is loaded if the engine does not draft with them or the
-    checkpoint lacks them.
+    vLLM leaves these heads out when it reloads a policy. Nothing is loaded if the engine does not draft with them, or if
+    `tensors` do not include them.
     """
     if getattr(runner.speculative_config, "method", None) != "mtp":
         return False

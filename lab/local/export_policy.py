@@ -19,9 +19,9 @@ from nemo_specrollout.storage.model_folder import read_object
 
 
 def export_policy(checkpoint: Path, out: Path) -> None:
-    """Writes the weights, with the other files of the model that the run started from.
+    """Writes the policy's weights to `out`, with copies of the other files of the model that the run started from.
 
-    Raises DamagedFolder for a checkpoint that is not what the run wrote, and FileExistsError if `out` exists.
+    Raises DamagedFolder if a file of the checkpoint is not what the run wrote, and FileExistsError if `out` exists.
     """
     check_seal(checkpoint)
     config = yaml.safe_load((checkpoint.absolute().parents[1] / "config.yaml").read_text())

@@ -32,15 +32,18 @@ if TYPE_CHECKING:
 
 
 class RolloutFleet(RolloutSource):
-    """Owns the engine pool, the ladder, the length estimates and two coordinators.
+    """Rolls out the steps of a run with several engines (`RolloutSource`).
 
-    The second coordinator serves `generate`. Its requests stay in their engines, and no speeds are learned from them.
+    Owns the pool of engines, the decode-speed table, the length estimates and two coordinators. The first coordinator serves
+    the rollouts of a run. The second serves `generate`, so that requests there stay in their engines and no decode speeds are
+    learned.
     """
 
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
-        """Starts the engines. The ladder starts from `known`, or from the config's file, or from what was kept earlier.
+        """Starts the engines. Raises ConfigError for what vLLM refuses.
 
-        Raises ConfigError.
+        The decode-speed table begins with the speeds of `known`, or else of the file that the config names, or else with those
+        that an earlier start has kept.
         """
         generation = config.policy.generation
         model = Path(config.policy.model_name)
@@ -79,7 +82,7 @@ class RolloutFleet(RolloutSource):
         return check_tokens(self._rolled_out(step, on_finished), self.generate, self._config)
 
     def _rolled_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Returns the responses of a step before any of them is checked."""
+        """Rolls out a step and returns its responses, without a check of their tokens."""
         prompts = self._prompts(step)
         self.begin_counting()
         started = time.perf_counter()
@@ -94,23 +97,23 @@ class RolloutFleet(RolloutSource):
         return StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Returns responses, each from the engine to which its request was given."""
+        """Returns the responses to `requests`, in their order. No request moves to another engine."""
         return self._plain.roll_out(requests)[0]
 
     # Statistics
 
     def begin_counting(self) -> None:
-        """Starts an interval for the statistics."""
+        """Begins the interval for which `worked` and `_stats_since` return statistics."""
         self._restarts = list(self.pool.num_restarts)
         self._before = self.pool.ask_each("counters")
 
     def worked(self) -> RolloutStats:
-        """Returns the statistics of the interval where rollouts overlap, with the engines' own seconds."""
+        """Returns statistics of all that the engines did since `begin_counting`, for a run whose rollouts overlap."""
         before, after = self._stats_since()
         return work_stats(before, after, self.pool.capacity)
 
     def _stats_since(self) -> tuple[dict[int, EngineStats], dict[int, EngineStats]]:
-        """Returns the engine stats at both ends of the interval, for the engines that survived it."""
+        """Returns the engine stats at `begin_counting` and now, for the engines that have not died in between."""
         alive = [e for e in self._before if self.pool.is_alive(e) and self.pool.num_restarts[e] == self._restarts[e]]
         asked = {e: self.pool.ask(e, "stats", self._before[e].num_steps) for e in alive}
         after = {e: stats for e, stats in asked.items() if stats is not DEAD}
@@ -122,7 +125,10 @@ class RolloutFleet(RolloutSource):
         return before, after
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest], timeline: Timeline) -> list[dict[str, Any] | None]:
-        """Returns the winner's facts on each sample of a rollout, with the drafts of all engines that had the sample."""
+        """Returns facts about each sample of a rollout, as the engine that finished the sample first reports them.
+
+        Only the counts of draft tokens are sums over all engines that decoded the sample.
+        """
         by_engine = self.pool.ask_each("take_sample_stats", list(requests))
         found: list[dict[str, Any] | None] = []
         for i in range(len(requests)):
@@ -135,7 +141,10 @@ class RolloutFleet(RolloutSource):
         return found
 
     def ladder_file(self) -> SpeedTableFile | None:
-        """Returns the current ladder, or None before the first rollout. Asks no engine."""
+        """Returns the current decode-speed table as the content of a file, or None before the first rollout.
+
+        Asks no engine.
+        """
         shares = [
             accepted / verified if verified else self._acceptance.get(method, 0.0)
             for method, (verified, accepted) in self._drafts.items()
@@ -157,7 +166,10 @@ class RolloutFleet(RolloutSource):
         return [f for features in self._ask_each("take_features", drafting_by="eagle3").values() for f in features]
 
     def capture_seconds(self) -> float:
-        """Returns the largest capture seconds of any engine, because engines work at the same time."""
+        """Returns how many seconds of engine time capturing features has taken, in the engine where it took longest.
+
+        Engines work at the same time, so their seconds are not added.
+        """
         return max(self._ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
 
     def facts(self) -> dict[str, str | bool]:
@@ -182,7 +194,10 @@ class RolloutFleet(RolloutSource):
 
 
 def _kept_speeds(config: RunConfig) -> KeptSpeeds:
-    """Returns the kept decode speeds of engines like a run's. Their number matters here because they share the cores."""
+    """Returns the decode speeds that earlier starts have kept for engines like those of the run.
+
+    Only starts with the same number of engines count, because the engines of a local run share the machine's cores.
+    """
     generation = config.policy.generation
     num_engines = config.cluster.rollout_workers
     about = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO's arithmetic with NeMo-RL's semantics and names, for advantages within a group and the clipped policy loss.
+"""Advantages and the clipped policy loss of GRPO, with the semantics and the names of NeMo-RL.
 
-All functions are pure. Shapes: B sequences, T positions, G samples of a group. A log-prob at position t belongs to token t
-given its prefix. The mask is true where token t was generated. Positions outside the mask have no influence.
+All functions are pure. Shapes: B sequences, T positions, G samples of a group. A log-prob at position t is that of token t
+given the tokens before it. The mask is true where token t was generated. Positions outside the mask have no influence.
 
 Source of the semantics: NeMo-RL, `GRPOAdvantageEstimator`, `calculate_kl` and `ClippedPGLossFn`.
 """
@@ -21,18 +21,19 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Constants of a training step, row by row."""
+    """Inputs of the loss that stay constant during a training step. Each tensor has one row for each sequence."""
 
     mask_BT: Tensor
     advantages_B: Tensor
     prev_logprobs_BT: Tensor | None
-    """Log-probs by the trainer before the step, or None to use those of the training pass (`force_on_policy_ratio`)."""
+    """Log-probs that the trainer computed before the step, or None if the training pass computes them
+    (`force_on_policy_ratio`)."""
     generation_logprobs_BT: Tensor
-    """Log-probs by the engine while it generated."""
+    """Log-probs that the engine returned with the tokens."""
     reference_logprobs_BT: Tensor | None = None
 
     def rows(self, rows_b: Tensor, num_positions: int | None = None) -> "LossInputs":
-        """Returns the given rows, cut to the first `num_positions` positions."""
+        """Returns the given rows, cut to the first `num_positions` positions if that is not None."""
 
         def pick(value: Tensor | None) -> Tensor | None:
             return None if value is None else value[rows_b] if value.dim() == 1 else value[rows_b, :num_positions]
@@ -40,7 +41,7 @@ class LossInputs:
         return self._each(pick)
 
     def to(self, device: torch.device) -> "LossInputs":
-        """Returns the same on `device`."""
+        """Returns a copy whose tensors are on `device`."""
         return self._each(lambda value: None if value is None else value.to(device))
 
     def _each(self, change: Callable[[Tensor | None], Tensor | None]) -> "LossInputs":
@@ -48,11 +49,11 @@ class LossInputs:
 
 
 def group_normalized_advantages(rewards_B: Tensor, group_B: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
-    """Returns reward minus the group's mean, divided by the group's standard deviation, float32 [B].
+    """Returns each reward minus the mean of its group, divided by the group's standard deviation, float32 [B].
 
-    With `leave_one_out`, both statistics of a sample are taken over the *other* samples of its group. The variance is
-    Bessel-corrected. If it is zero or undefined (groups of one, or of two with leave-one-out), the advantage is not
-    divided. A group of one has advantage 0.
+    With `leave_one_out`, a sample's mean and deviation are those of the *other* samples of its group. The variance is
+    Bessel-corrected. Nothing is divided without `normalize`, or where the variance is zero or undefined. It is undefined in
+    groups of one, and with `leave_one_out` in groups of two. A group of one has advantage 0.
     """
     rewards_B = rewards_B.float()
     advantages_B = torch.zeros_like(rewards_B)
@@ -76,7 +77,10 @@ def _group_advantages(rewards_G: Tensor, leave_one_out: bool, normalize: bool) -
 
 
 def kl_estimate(log_ratio: Tensor, kl_type: str) -> Tensor:
-    """Returns the estimate of KL(p || q) for each token sampled from p, from log(q / p), without clamps."""
+    """Returns an estimate of KL(p || q) for each token that was sampled from p. `log_ratio` is log(q / p).
+
+    Nothing is clamped.
+    """
     if kl_type == "k1":
         return -log_ratio
     if kl_type == "k2":
@@ -85,10 +89,11 @@ def kl_estimate(log_ratio: Tensor, kl_type: str) -> Tensor:
 
 
 def reference_kl(logprobs_BT: Tensor, reference_BT: Tensor, cfg: LossConfig) -> Tensor:
-    """Returns the clamped KL estimate [B, T], whose gradient estimates the gradient of the *expected* KL.
+    """Returns the clamped KL estimate of each token [B, T]. Its gradient is an estimate of the gradient of the *expected* KL.
 
-    The samples come from the policy being trained. So each estimate carries a weight with value 1 and the score function
-    as its gradient (arXiv 2506.09477). A clamped token contributes no gradient.
+    The expectation is over samples of the policy that is trained, so it also changes with the policy. Therefore each estimate
+    is multiplied by a weight whose value is 1 and whose gradient is the score function (arXiv 2506.09477). A clamped token
+    contributes no gradient.
     """
     log_ratio_BT = reference_BT - logprobs_BT
     weight_BT = (logprobs_BT - logprobs_BT.detach()).exp()
@@ -104,13 +109,13 @@ def reference_kl(logprobs_BT: Tensor, reference_BT: Tensor, cfg: LossConfig) -> 
 def clipped_policy_loss(
     logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig, global_mask_BT: Tensor | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Returns PPO's clipped loss with GRPO's advantage for each sequence, plus the reference KL, and its metrics.
+    """Returns PPO's clipped loss with GRPO's advantages plus the KL penalty, and a dict of metrics.
 
-    Loss and metrics are divided by the counts of the global batch, so that micro batches add up.
+    Loss and metrics of a micro batch are divided by the counts of the global batch, so that those of all micro batches add up.
 
     Args:
-        logprobs_BT: Log-probs by the current weights, the only tensor that carries a gradient.
-        global_mask_BT: Mask of the global batch, or None if this is the global batch.
+        logprobs_BT: Log-probs under the current weights. Only this tensor carries a gradient.
+        global_mask_BT: Mask of the global batch, or None if `inputs` are the whole global batch.
 
     Raises:
         ValueError: There is a KL penalty, but no reference log-probs.
@@ -144,7 +149,7 @@ def clipped_policy_loss(
 
 
 def _ratios(now_BT: Tensor, prev_BT: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
-    """Returns p(now) / p(before the step) of each token, and the same clipped."""
+    """Returns the ratio of each token's probability now to the one before the step, and the clipped ratio."""
     ratio_BT = (now_BT - prev_BT).exp()
     return ratio_BT, ratio_BT.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
 
@@ -158,7 +163,7 @@ def _clip_loss(advantages_B1: Tensor, ratio_BT: Tensor, clamped_BT: Tensor, rati
 
 @torch.no_grad()
 def _metrics_by_token(now_BT: Tensor, prev_BT: Tensor, generation_BT: Tensor, cfg: LossConfig) -> dict[str, Tensor]:
-    """Returns each metric's value of every token. docs/reference/metrics.md says what they mean."""
+    """Returns the value of each metric for each token, [B, T]. docs/reference/metrics.md says what the metrics mean."""
     ratio_BT, clamped_BT = _ratios(now_BT, prev_BT, cfg)
     off_engine_BT = prev_BT - generation_BT
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh of the draft head in a local run, between two steps and in the trainer's process, when it pays."""
+"""Refreshes the draft head of a local run between two steps, in the trainer's process, when that pays."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +20,9 @@ from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 
 
 class LocalRefresher:
-    """Owns the captured features of the run and the online refresh. Loads published heads into the engines.
+    """Keeps the features that engines capture, refreshes the head with them, and loads published heads into the engines.
 
-    All files are in `heads/` of the run directory (`HeadFolder`). A resumed run continues with the published head.
+    All files are in the folder `heads/` of the run directory (`HeadFolder`). A resumed run continues with the published head.
     """
 
     def __init__(self, config: RunConfig, source: RolloutSource, run: Path) -> None:
@@ -52,16 +52,21 @@ class LocalRefresher:
         self._head_version = 0 if published is None else published.policy_version or 0
 
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Keeps the policy's LM head as the teacher for the features just captured. Call it before the policy is trained.
+        """Keeps the policy's LM head as the teacher for the features that were just captured.
 
-        With `logger.record_for_replay`, the LM heads of all policies are written for `lab/heads/drift.py`.
+        Call it before the policy is trained.
+
+        With `logger.record_for_replay`, the LM head of each policy version is also written to a file for `lab/heads/drift.py`.
         """
         self._policy_tensors = {name: t.cpu() for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
         if self._records:
             write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
 
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
-        """Stores the captured features, and refreshes the head if that is due. Returns its record and `head_age`."""
+        """Stores the captured features, and refreshes the head if that is due. Returns figures for the step's record.
+
+        These are the record of the refresh, the head's age in steps (`head_age`), and the seconds of capturing (`capture_s`).
+        """
         self._store.keep(self._source.take_features())
         before = self._captured_s
         self._captured_s = self._source.capture_seconds()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class JsonChild:
-    """The process `python -m MODULE SPEC`, with a record of settings as JSON. Owns the process."""
+    """A child process `python -m MODULE SPEC`, where SPEC is a dataclass of settings as JSON. Owns the process."""
 
     def __init__(self, module: str, spec: "DataclassInstance", environment: Mapping[str, str]) -> None:
         """Starts the process. `environment` is added to this process's own."""
@@ -40,7 +40,7 @@ class JsonChild:
         return self._process.poll() is not None
 
     def reports(self) -> Iterator[Any]:
-        """Yields what the process reports, until it ends."""
+        """Yields each line of JSON that the process prints on stdout, parsed, until the process ends. Skips other lines."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
@@ -49,7 +49,10 @@ class JsonChild:
                 continue
 
     def last_words(self) -> str:
-        """Returns why a process ended, which is the signal that killed it, the last line of stderr, or the exit code."""
+        """Returns why the process ended.
+
+        This is the signal that killed it, or else the last line of stderr, or else the exit code.
+        """
         if (self._process.returncode or 0) < 0:
             return f"killed by signal {-self._process.returncode}"
         self._errors.seek(0)

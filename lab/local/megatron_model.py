@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Megatron-Core `GPTModel` in this process, on the CPU or a GPU, with its setup, weights, batches and log-probs.
 
-Shapes: B sequences, b of a micro batch, T positions, V vocabulary, N heads, D head dimension. Sequences are right-padded, so
-the causal mask is enough, because results at padded positions are never used.
+Shapes: B sequences, b of a micro batch, T positions, V vocabulary, N heads, D head dimension. Sequences are padded on the
+right. Results at padding are never used, so the causal mask is the only one that attention needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,19 +26,21 @@ from lab.local.policy_shape import PolicyShape
 from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Backends of the process group by the model's device. With one rank they only copy."""
+"""Backends of torch's process group, by the type of the model's device. With one rank they only copy."""
 _world: dist.ProcessGroup | None = None
-"""Default process group of Megatron's groups. If torch has another one now, they are stale."""
+"""torch's default process group at the time when Megatron's groups were made. If torch has another one now, Megatron's groups
+are stale."""
 
 
 def install(device: torch.device = CPU) -> None:
-    """Sets up Megatron-Core's device and groups for one process. It is cheap, so call it before each use of a model.
+    """Sets up Megatron-Core's device and process groups for one process. It is cheap, so call it before each use of a model.
 
-    Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table. For a model on the CPU the answer is made
-    to be the CPU. vLLM in the same process may share the process group, and destroys it when an engine shuts down.
+    Megatron-Core puts its rotary table on the device that `torch.cuda.current_device()` returns. For a model on the CPU, this
+    function is replaced by one that returns the CPU. vLLM in the same process may share torch's process group, and destroys it
+    when an engine shuts down, so missing groups are made again.
 
     Raises:
-        RuntimeError: The model is to be on the CPU, but CUDA is available. Part of it would end up on the GPU.
+        RuntimeError: The model is to be on the CPU, but CUDA is available, so a part of it would end up on the GPU.
     """
     global _world  # noqa: PLW0603
     if device.type == "cuda":
@@ -69,7 +71,7 @@ class TokenBatch:
 
     @classmethod
     def from_sequences(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> "TokenBatch":
-        """Joins each prompt with its response."""
+        """Returns a batch in which each prompt is followed by its response."""
         rows = [torch.tensor(p + r, dtype=torch.int64) for p, r in zip(prompts, responses, strict=True)]
         return cls(
             torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
@@ -78,21 +80,24 @@ class TokenBatch:
         )
 
     def select(self, rows_b: Tensor) -> "TokenBatch":
-        """Returns the given rows, as wide as the whole batch."""
+        """Returns the given rows, padded to the width of the whole batch."""
         return TokenBatch(self.tokens_BT[rows_b], self.lengths_B[rows_b], self.prompt_lengths_B[rows_b])
 
     @property
     def valid_mask_BT(self) -> Tensor:
-        """True at tokens, false at padding."""
+        """Mask that is true at tokens and false at padding, [B, T]."""
         return torch.arange(self.tokens_BT.shape[1]) < self.lengths_B.unsqueeze(1)
 
     @property
     def response_mask_BT(self) -> Tensor:
-        """True at generated tokens."""
+        """Mask that is true at generated tokens, [B, T]."""
         return self.valid_mask_BT & (torch.arange(self.tokens_BT.shape[1]) >= self.prompt_lengths_B.unsqueeze(1))
 
     def micro_batches(self, micro_batch_tokens: int) -> Iterator[tuple[Tensor, int]]:
-        """Yields (rows [b], longest length), rows sorted by length, with b x longest <= micro_batch_tokens if b > 1."""
+        """Yields micro batches, each as its rows [b] and the length of its longest row. The rows are sorted by length.
+
+        A micro batch has at most `micro_batch_tokens` tokens including padding, unless it has only one row.
+        """
         rows: list[int] = []
         for row in self.lengths_B.argsort(stable=True).tolist():
             if rows and (len(rows) + 1) * int(self.lengths_B[row]) > micro_batch_tokens:
@@ -136,7 +141,7 @@ def build_model(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> GPTMo
 
 
 def transformer_config(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> TransformerConfig:
-    """Returns Megatron-Core's config of the network, without fusions, so that all devices compute alike."""
+    """Returns Megatron-Core's config of the network. Fused kernels are switched off, so that all devices compute alike."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -190,7 +195,7 @@ def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def export_hf(model: GPTModel, shape: PolicyShape) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, float32 tensor) with copies on the model's device."""
+    """Yields the Hugging Face name and a float32 copy of each weight, on the model's device."""
     parameters = dict(model.named_parameters())
     for weight in shape.weights():
         for name, tensor in zip(weight.hf, weight.split(parameters[weight.megatron].detach()), strict=True):
@@ -198,7 +203,10 @@ def export_hf(model: GPTModel, shape: PolicyShape) -> Iterator[tuple[str, Tensor
 
 
 def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:
-    """Returns log p(token | its prefix) under logits / temperature, [B, T], and 0.0 at position 0, which has no prefix."""
+    """Returns the log-prob of each token given the tokens before it, [B, T], with logits divided by `temperature`.
+
+    Position 0 has no tokens before it and gets 0.0. Raises ValueError unless the temperature is positive.
+    """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} has no log-probs: use a positive temperature")
     logits_BTV = next_token_logits(model, tokens_BT[:, :-1])
@@ -207,6 +215,6 @@ def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0)
 
 
 def next_token_logits(model: GPTModel, tokens_BT: Tensor) -> Tensor:
-    """Returns logits [B, T, V] after each position."""
+    """Returns the logits of the token after each position, [B, T, V]."""
     positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
     return model(tokens_BT, positions_BT, attention_mask=None)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the files, tokenizer, chat template and tensor headers of a Hugging Face folder before an engine starts. No torch."""
+"""Checks the files, tokenizer, chat template and tensor headers of a Hugging Face folder before an engine starts.
+
+The module does not import torch.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +30,8 @@ _FIXES = {
     "tokenizer.json": "copy it too, or let transformers save the tokenizer again",
     "model.safetensors": "copy it too, or save the model again as safetensors",
 }
-"""Files without which a folder cannot be used, with what to do. Large models have an index and several files instead."""
+"""Files without which a folder cannot be used, each with the words that tell the user what to do. Large models have several
+safetensors files with an index instead of one."""
 _TYPES: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
     ((int,), ("bos_token_id", "pad_token_id", "max_window_layers", "sliding_window")),
     ((bool,), ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window")),
@@ -35,13 +39,14 @@ _TYPES: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
     ((list,), ("layer_types", "architectures")),
     ((str,), ("dtype", "torch_dtype", "hidden_act", "model_type")),
 )
-"""Types that transformers requires in a config.json. Its own errors would end an engine's start with a traceback."""
+"""Types that transformers requires for keys of a config.json. Without this check, an engine's start would end with a traceback
+from transformers."""
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
-    """Returns the config.json of a folder with complete files that belong together.
+    """Checks that the files of a folder are complete and belong together, and returns its config.json.
 
-    Raises ValueError with file, fault and fix.
+    Keys of its `text_config` are moved to the top. Raises ValueError with the file, its fault and the fix.
     """
     has_tensors = bool(tensor_files(folder))
     for name, fix in _FIXES.items():
@@ -59,7 +64,7 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
 
 
 def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the local trainer supports the model and the tensors are the ones of its config."""
+    """Raises ValueError unless the local trainer supports the model and the folder has the tensors that its config implies."""
     try:
         shape = PolicyShape.from_hf(config)
     except ValueError as error:
@@ -81,7 +86,10 @@ def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """Returns the template that transformers uses for a chat without tools, or None without one. Raises ValueError."""
+    """Returns the template that transformers uses for a chat without tools, or None without one.
+
+    Raises ValueError if the template is no text.
+    """
     if (file := folder / "chat_template.jinja").is_file():
         return read_regular(file).decode("utf-8")
     settings = folder / "tokenizer_config.json"
@@ -95,7 +103,10 @@ def _chat_template(folder: Path) -> str | None:
 
 
 def check_chat_template(folder: Path, data: "DataConfig", path: str) -> None:
-    """Raises ConfigError, which begins with `path`, if the tokenizer has no chat template for the prompts of `data`."""
+    """Raises ConfigError if the prompts of `data` need a chat template and the folder has no template that accepts them.
+
+    `path` is the place of `data` in the config, with which the error begins.
+    """
     if data.dataset_name == "step_addition":
         return
     try:
@@ -149,7 +160,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _check_stop_tokens(folder: Path, vocab_size: int) -> None:
-    """Raises ValueError unless the ids of the vocabulary include one that ends a text."""
+    """Raises ValueError unless the folder names tokens that end a text, and all of them are in the vocabulary."""
     ids = stop_token_ids(folder)
     if not ids:
         raise ValueError(
@@ -177,7 +188,7 @@ def _check_types(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Returns the tokens that a tokenizer's settings name, such as `eos_token`, as transformers reads them."""
+    """Returns the special tokens that a tokenizer's files name, by keys such as `eos_token`, as transformers reads them."""
     files = [folder / "tokenizer_config.json", folder / "special_tokens_map.json"]
     settings, older = (read_object(file) if file.is_file() else {} for file in files)
     named = settings if "added_tokens_decoder" in settings else settings | older
@@ -186,7 +197,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _refusal(template: str, messages: list[dict[str, str]], folder: Path) -> str | None:
-    """Returns why a template refuses messages or makes no text of them, or None if it accepts them."""
+    """Returns why a chat template refuses the messages or turns them into an empty text, or None if it accepts them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render: Any = render_jinja_template

@@ -28,16 +28,18 @@ from nemo_specrollout.storage.files import sync_folder
 from nemo_specrollout.storage.model_folder import read_object, tensor_files
 
 MICRO_BATCH_TOKENS = 2048
-"""Padded tokens of one forward pass, few enough for a CPU's cache but enough to hide the overhead of a call."""
+"""Tokens of one forward pass, including padding. They are few enough for a CPU's cache, but enough to hide the overhead of a
+call."""
 STATE_FILE = "rank_0_of_1.pt"
-"""File of a checkpoint. The name says that one rank has the whole model."""
+"""Name of a checkpoint's file with the policy's state. The name says that one rank has the whole model."""
 
 
 class MegatronPolicy:
     """The model being trained, with its optimizer and step count.
 
-    Model and optimizer are on one device. Batches come from the CPU, a micro batch at a time, and log-probs return there.
-    In bfloat16, the optimizer works on float32 copies, from which the model's weights are rounded.
+    Model and optimizer are on one device. Batches are on the CPU, from where one micro batch at a time goes to the device, and
+    log-probs return to the CPU. In bfloat16, the optimizer works on float32 copies, from which the model's weights are
+    rounded.
 
     Invariant: weights, optimizer state and learning rate are the result of exactly `step` optimizer steps. A step that fails
     changes none of them.
@@ -82,7 +84,7 @@ class MegatronPolicy:
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
     ) -> "MegatronPolicy":
-        """Reads a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model on `device`.
+        """Loads a Qwen3 or Llama model from a Hugging Face folder (config.json and *.safetensors) to `device`.
 
         Raises:
             ValueError: The folder lacks a file or a tensor, or this trainer does not support the model.
@@ -99,7 +101,10 @@ class MegatronPolicy:
     def logprobs(
         self, batch: TokenBatch, temperature: float = 1.0, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Tensor:
-        """Returns log p(token | prefix) under logits / temperature, [B, T], and 0.0 at position 0 and at padding."""
+        """Returns the log-prob of each token given the tokens before it, [B, T], with logits divided by `temperature`.
+
+        It is 0.0 at position 0 and at padding.
+        """
         install(self._device)
         logprobs_BT = torch.zeros(batch.tokens_BT.shape)
         with deterministic_kernels(self._device):
@@ -117,11 +122,11 @@ class MegatronPolicy:
         temperature: float = 1.0,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     ) -> tuple[dict[str, float], Tensor]:
-        """Takes one optimizer step on the whole batch. The gradient does not depend on the micro batches.
+        """Takes one optimizer step on the whole batch. The gradient does not depend on the size of the micro batches.
 
         Returns:
-            The metrics of `clipped_policy_loss` with grad_norm (before clipping), lr and num_valid_tokens; and the result
-            that `logprobs` would have had before the step, [B, T].
+            The metrics of `clipped_policy_loss` with grad_norm (before clipping), lr and num_valid_tokens. Also the log-probs
+            of all tokens under the weights before the step, [B, T], as `logprobs` would return them.
 
         Raises:
             FloatingPointError: The gradient is not finite. The policy is unchanged.
@@ -161,7 +166,7 @@ class MegatronPolicy:
         return totals, logprobs_BT.where(batch.valid_mask_BT, 0.0)
 
     def _collect_gradients(self) -> None:
-        """Adds the gradients of a micro batch to the gradients of the float32 copies."""
+        """Adds the gradients of a micro batch to those of the optimizer's float32 copies of the weights."""
         for name, parameter in self._copied.items():
             if parameter.grad is not None:
                 master = self._masters[name]
@@ -185,7 +190,7 @@ class MegatronPolicy:
         return norm
 
     def _learning_rate(self) -> float:
-        """Returns the learning rate of the next step, which has a linear warm-up and is then constant."""
+        """Returns the learning rate of the next optimizer step. The rate has a linear warm-up and is then constant."""
         c = self.config
         if self.step >= c.lr_warmup_iters:
             return c.lr
@@ -197,15 +202,18 @@ class MegatronPolicy:
             torch.cuda.synchronize(self._device)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, float32 tensor) for the engine, with copies on the same device that never change."""
+        """Yields the Hugging Face name and a float32 copy of each weight, on the model's device.
+
+        Later training does not change a copy.
+        """
         return export_hf(self.model, self._shape)
 
     def save(self, folder: Path, hf_config: bytes = b"") -> None:
-        """Writes weights, optimizer state and step count to `folder` by one rename, and replaces an older one.
+        """Writes weights, optimizer state and step count to `folder`, in place of an older checkpoint.
 
-        With `hf_config`, which is the content of the policy's config.json, the folder is also a Hugging Face folder. From
-        `checksums.json`, `load` can tell whether the files are undamaged. If the disk is full, the unfinished folder is
-        removed. Raises OSError.
+        The files are written to a temporary folder, which is then renamed. With `hf_config`, which is the content of the
+        policy's config.json, the folder is also a Hugging Face folder. Its file `checksums.json` lets `load` find damaged
+        files. If a write fails, for example because the disk is full, the temporary folder is removed and OSError is raised.
         """
         state = {
             "model": {name: p.detach() for name, p in self._masters.items()},
@@ -232,7 +240,9 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Continues from what `save` wrote. The next step gives bitwise the weights that it would have given there.
+        """Restores the policy that `save` wrote.
+
+        Later training gives bitwise the same weights as training without this interruption.
 
         Raises:
             DamagedFolder: A file is not what `save` wrote.
@@ -259,7 +269,10 @@ class MegatronPolicy:
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """Calls `torch.save`, and raises the exception that interrupted a write: an OSError, or KeyboardInterrupt."""
+    """Calls `torch.save`.
+
+    If a write is interrupted, raises the cause itself, such as an OSError, and not torch's RuntimeError.
+    """
     with path.open("wb") as file:
         try:
             torch.save(state, file)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a Qwen3 or a Llama, from its Hugging Face config.json, and its weights in Hugging Face and in Megatron-Core.
+"""Reads the sizes of a Qwen3 or Llama model from its config.json, and maps its weights between Hugging Face and Megatron-Core.
 
-Only functions that read tensors load torch.
+Only functions that take tensors import torch.
 """
 
 import reprlib
@@ -22,18 +22,21 @@ _FILE = "config.json"
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron parameter with the Hugging Face tensors that it holds. Both ways are bit-exact."""
+    """A parameter of Megatron-Core, and the Hugging Face tensors of which it consists.
+
+    Conversion is bit-exact in both directions.
+    """
 
     megatron: str
     """Name in Megatron-Core."""
     hf: Mapping[str, tuple[int, ...]]
-    """Names in Hugging Face, with the shapes."""
+    """Name and shape of each Hugging Face tensor."""
     num_groups: int = 1
-    """Number of groups in which the rows of several tensors alternate, such as query groups: [q heads of group 0, k 0, v 0,
-    q heads of group 1, ...]."""
+    """Number of groups in which the rows of several tensors alternate. For example, rows of queries, keys and values alternate
+    by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
 
     def joined(self, tensors: "list[Tensor]") -> "Tensor":
-        """Returns the Megatron parameter of Hugging Face tensors."""
+        """Returns the Megatron-Core parameter that consists of these Hugging Face tensors."""
         import torch
 
         if len(tensors) == 1:
@@ -41,7 +44,7 @@ class Weight:
         return torch.cat([x.unflatten(0, (self.num_groups, -1)) for x in tensors], 1).flatten(0, 1)
 
     def split(self, parameter: "Tensor") -> "list[Tensor]":
-        """Returns the Hugging Face tensors of a Megatron parameter."""
+        """Returns the Hugging Face tensors of which a Megatron-Core parameter consists."""
         if len(self.hf) == 1:
             return [parameter]
         rows_of_group = [shape[0] // self.num_groups for shape in self.hf.values()]
@@ -50,7 +53,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """Shape of the network, checked."""
+    """Sizes of a policy's network that the local trainer supports."""
 
     num_layers: int
     """Number of decoder layers."""
@@ -79,7 +82,7 @@ class PolicyShape:
 
     @classmethod
     def from_hf(cls, hf_config: Mapping[str, Any]) -> "PolicyShape":
-        """Reads the keys of a config.json. Raises ValueError for a model that is not supported."""
+        """Returns the sizes in a config.json. Raises ValueError if the local trainer does not support the model."""
         _refuse_unsupported(hf_config)
         hidden_size = size_in(hf_config, "hidden_size", _FILE)
         num_heads = size_in(hf_config, "num_attention_heads", _FILE)

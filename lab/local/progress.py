@@ -28,11 +28,11 @@ class Progress:
         self.console.print(sentence, style="yellow", markup=False, soft_wrap=True)
 
     def phase(self, text: str) -> AbstractContextManager[object]:
-        """Shows `text` while the block runs."""
+        """Returns a context that shows `text` in the terminal while it lasts."""
         return self.console.status(text)
 
     def engine_started(self, facts: Mapping[str, Any]) -> None:
-        """Prints what is in force in the engine."""
+        """Prints the settings that are in force in the engine, and what it has taken over from earlier starts."""
         scheduling = "asynchronous" if facts["async_scheduling"] else "synchronous"
         self.console.print(
             f"engine: vLLM {facts['vllm']}, {facts['model_runner']} model runner, {scheduling} scheduling, CUDA graphs "
@@ -44,7 +44,7 @@ class Progress:
 
     @contextmanager
     def rollout(self, step: int, num_requests: int) -> Iterator[Callable[[int], None]]:
-        """Shows a bar of finished requests, and yields the function that moves it."""
+        """Shows a bar of finished requests while the context lasts, and yields the function that sets their number."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with RichProgress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(f"step {step}: rollout", total=num_requests)
@@ -70,7 +70,7 @@ class Progress:
             self._note(f"ALARM: {alarm}", "bold red")
 
     def summary(self, summary: dict[str, Any], run_dir: str) -> None:
-        """Prints the closing table."""
+        """Prints the table at the end of a run, and where its report and picture are."""
         table = Table(
             title=f"{summary['steps']} steps in {summary['wall_s']:.0f} s", show_header=False, title_justify="left"
         )

@@ -10,11 +10,11 @@ from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.speculation.policy import FixedPolicy
 
 RANDOM = BudgetConfig("random")
-"""Marks this speculation policy in the block of a `RolloutEngine`. No config can name it."""
+"""Budget that selects the random speculation policy in the block of a `RolloutEngine`. Users cannot write it in a config."""
 
 
 class RandomPolicy(FixedPolicy):
-    """Decides at random how many drafts are verified, how deep a model drafts, when it stops following, and pauses."""
+    """Decides at random how many drafts are verified, how far a model drafts ahead, and when drafting pauses or is dormant."""
 
     def __init__(self, num_positions: int) -> None:
         super().__init__(num_positions, num_positions)
@@ -34,12 +34,12 @@ class RandomPolicy(FixedPolicy):
 
 
 def to_start_with(block: SpecrolloutConfig) -> SpecrolloutConfig:
-    """Returns a block with which an engine can start, which has the most drafts instead of `RANDOM`."""
+    """Returns a block with which an engine can start. A budget `RANDOM` is replaced by a fixed budget of the most drafts."""
     return replace(block, budget=BudgetConfig("fixed", k=block.num_speculative_tokens)) if is_random(block) else block
 
 
 def is_random(block: SpecrolloutConfig) -> bool:
-    """Returns whether the engine of this block is to draw at random."""
+    """Returns whether the block selects the random speculation policy."""
     return block.budget == RANDOM
 
 

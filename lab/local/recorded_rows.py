@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the rows of a local run, so that `nemo-specrollout audit` can compute their tokens again."""
+"""Records the samples ("rows") of a local run, so that `nemo-specrollout audit` can compute their tokens again."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from nemo_specrollout.installed.versions import vllm_version
 
 
 def record_rows(folder: Path, step: int, rollout: StepRollout, config: RunConfig) -> None:
-    """Writes the rows of a step into the run directory `folder`."""
+    """Writes the samples of a step into the run directory `folder`, as rows that an audit can read."""
     (folder / FOLDER).mkdir(exist_ok=True)
     generation = config.policy.generation
     facts = EngineFacts(0, str(vllm_version()), generation.vllm_cfg.precision)
@@ -30,10 +30,12 @@ def record_rows(folder: Path, step: int, rollout: StepRollout, config: RunConfig
 
 
 def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, config: RunConfig) -> dict[str, Any]:
-    """Returns which policies sampled a row, and which of them read the whole text again.
+    """Returns the keys `policy_spans` and `read_again` for a sample's line in `samples.jsonl`.
 
-    A synchronous step has one policy, whose version is the number of the step. In an asynchronous step the collector knows
-    the policies.
+    `policy_spans` are the policy versions that sampled the text, each with its first position. `read_again` are those first
+    positions at which the new policy computed the KV cache of the whole text again. A synchronous step has one policy version,
+    which is the number of the step. In an asynchronous step, `stats` already have `policy_spans` from the collector, so only
+    `read_again` is returned.
     """
     asynchronous = config.grpo.async_grpo
     if not asynchronous.enabled:
@@ -44,7 +46,7 @@ def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, co
 
 
 def audit_facts(config: RunConfig, folder: Path) -> dict[str, Any] | bool:
-    """Returns where an audit finds the weights of the run's policies, or False if the run records no rows."""
+    """Returns where an audit finds the weights of the run's policy versions, or False if the run records no rows."""
     if not config.policy.generation.specrollout.records_rows:
         return False
     checkpoints = str((folder / "checkpoints").absolute()) if config.checkpointing.enabled else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Charts of one rollout of a local run over time, which show how a batch drains and what engines did in its tail.
 
-They are drawn from `trace.jsonl` and `timeline.jsonl`, which runs in NeMo-RL do not have. The records say "worker" for an
-engine. A chart without any number is the empty string.
+They are drawn from `trace.jsonl` and `timeline.jsonl`, which only local runs write. The records say "worker" for an engine. If
+there is nothing to draw, a chart is the empty string.
 """
 
 import math
@@ -36,9 +36,9 @@ from nemo_specrollout.reports.records import Record, number
 
 ENGINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#8c959f")
 MAX_ENGINES = 12
-"""Most engines that the chart shows."""
+"""Most engines that the chart of a rollout's tail shows."""
 MAX_ROWS = 14
-"""Most requests that the chart shows."""
+"""Most requests that the chart of a rollout's tail shows."""
 MARKS: Mapping[str, Mapping[str, Any]] = {
     "won": {"marker": "o", "color": INK, "markersize": 4.5},
     "moved": {"marker": ">", "color": INK, "markersize": 5.5},
@@ -48,11 +48,11 @@ MARKS: Mapping[str, Mapping[str, Any]] = {
     "diverged": {"marker": "D", "color": RED, "markersize": 4.5},
     "abandoned": {"marker": "s", "color": GREY, "markersize": 4},
 }
-"""Marker of the end of a span, by its outcome."""
+"""Marker at the end of an attempt, by the attempt's outcome."""
 
 
 def drain_chart(trace: Record) -> str:
-    """Returns the chart of running requests over one rollout, with the draft tokens of each engine step below them."""
+    """Returns an SVG of the number of running requests during a rollout, and below it the draft tokens of each engine step."""
     whole = whole_trace(trace)
     if not can_drain(whole):
         return ""
@@ -62,7 +62,7 @@ def drain_chart(trace: Record) -> str:
 
 
 def tail_chart(timelines: Sequence[Record]) -> str:
-    """Returns the chart of engines and requests over time for the rollout in which moves and races saved the most."""
+    """Returns an SVG of engines and requests over time, for the rollout in which moves and races saved the most seconds."""
     shown = shown_timeline(timelines)
     if shown is None:
         return ""
@@ -73,7 +73,7 @@ def tail_chart(timelines: Sequence[Record]) -> str:
 
 
 def _chart(title: str, data: Record, panels: Mapping[Callable[[Axes, Record], None], float]) -> str:
-    """Returns an SVG of panels one below another over the same time, each with its height in inches."""
+    """Returns an SVG whose panels are one below another and share the time axis. `panels` has the height of each in inches."""
     heights = list(panels.values())
     with style():
         figure = Figure((9.0, sum(heights)), layout="constrained")
@@ -124,13 +124,19 @@ def draw_drafts(ax: Axes, trace: Record) -> None:
 
 
 def shown_timeline(timelines: Sequence[Record]) -> Record | None:
-    """Returns the rollout in which most was saved, or the last one if there is no estimate."""
+    """Returns the timeline of the rollout in which moves and races saved most, or of the last rollout if no saving is known.
+
+    Returns None if no timeline has an attempt.
+    """
     drawn = [t for t in timelines if t.get("spans")]
     return max(reversed(drawn), key=lambda t: np.nan_to_num(number(t, "saved_s"), nan=-math.inf), default=None)
 
 
 def shown_requests(spans: Sequence[Record]) -> list[int]:
-    """Returns the requests to show in the order of their ends. Those that several engines had come before late ones."""
+    """Returns up to `MAX_ROWS` requests to show, in the order in which they ended.
+
+    Requests that several engines had are chosen first, and then those that ended last.
+    """
     ends: dict[int, float] = {}
     engines: dict[int, set[int]] = {}
     for span in spans:
@@ -174,7 +180,7 @@ def draw_engines(ax: Axes, timeline: Record) -> None:
 
 
 def draw_requests(ax: Axes, timeline: Record) -> None:
-    """Draws a row for each shown request, with a bar and an end mark for each engine that had it."""
+    """Draws a row for each shown request. The row has a bar for each engine that had the request, with a mark at its end."""
     spans = timeline["spans"]
     requests = shown_requests(spans)
     spans = sorted(spans, key=lambda s: s["start_s"])
@@ -189,7 +195,7 @@ def draw_requests(ax: Axes, timeline: Record) -> None:
 
 
 def _draw_row(ax: Axes, row: int, spans: Sequence[Record]) -> None:
-    """Draws a request's bars. Bars of engines that had the request at the same time are drawn side by side."""
+    """Draws the bars of a request. If engines had the request at the same time, their bars are drawn side by side."""
     tracks = _tracks(spans)
     height = 0.78 / (max(tracks) + 1)
     for track, span in zip(tracks, spans, strict=True):
@@ -212,7 +218,10 @@ def _draw_row(ax: Axes, row: int, spans: Sequence[Record]) -> None:
 
 
 def _tracks(spans: Sequence[Record]) -> list[int]:
-    """Returns the first free track for each span. The spans must be in the order in which they begin."""
+    """Returns a track for each attempt, such that attempts that overlap in time get different tracks.
+
+    The spans must be sorted by their beginning.
+    """
     free_s: list[float] = []
     tracks = []
     for span in spans:
@@ -223,7 +232,7 @@ def _tracks(spans: Sequence[Record]) -> list[int]:
 
 
 def _running(spans: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the times in seconds at which the number of attempts changes, and the number from then on."""
+    """Returns the times in seconds at which the number of running attempts changes, and the number from each time on."""
     times = np.array([0.0, *(s["start_s"] for s in spans), *(s["end_s"] for s in spans)])
     changes = np.repeat([0, 1, -1], [1, len(spans), len(spans)])
     order = np.argsort(times, kind="stable")
@@ -231,7 +240,10 @@ def _running(spans: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _frame(ax: Axes, timeline: Record) -> None:
-    """Draws the end of the rollout, and its estimated end without moves and races. Removes the y axis and the grid."""
+    """Draws a line at the end of the rollout, and one at its estimated end without moves and races.
+
+    Removes the y axis and the grid.
+    """
     ax.grid(False)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -261,12 +273,12 @@ def _legend(ax: Axes, outcomes: set[str]) -> None:
 
 
 def num_shown_engines(timeline: Record) -> int:
-    """Returns the number of engines that the chart shows."""
+    """Returns the number of engines that the chart of the rollout's tail shows."""
     return min(int(timeline["num_workers"]), MAX_ENGINES)
 
 
 def engine_names(timeline: Record) -> list[str]:
-    """Returns the label of each engine, which is its number, and its draft method if not all engines have the same."""
+    """Returns a label for each engine, which has its number, and also its draft method if the engines' methods differ."""
     methods = list(timeline.get("methods") or ())
     tell = len(set(methods)) > 1
     return [f"worker {w}" + (f": {methods[w]}" if tell else "") for w in range(int(timeline["num_workers"]))]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout engines on this machine, each in a Ray actor with one core, and a Ray that only this run uses.
 
-Ray listens on the loopback interface, and refuses processes without the run's token. The token is made here and inherited by
-child processes. Ray reads it when it is imported, so import `ray` from this module.
+Ray listens on the loopback interface, and refuses processes without the run's token. This module makes the token when it is
+imported, and child processes inherit it. Ray reads the token when Ray itself is imported, so import `ray` from this module.
 """
 
 import logging
@@ -52,11 +52,11 @@ MAX_RESTARTS = 3
 _LONGEST_ERROR = 300
 """Most characters of a dead engine's last error that are shown."""
 DEAD = object()
-"""Answer of an engine that has died."""
+"""Takes the place of an answer if the engine has died."""
 _OBJECT_STORE_BYTES = 512 << 20
 """Bytes of shared memory for Ray's object store, which holds the weights."""
 _LONGEST_FOLDER = 40
-"""Most characters of Ray's folder, because socket names may have 107 bytes, of which Ray adds 66."""
+"""Most characters in the path of Ray's folder. A socket's path may have 107, and Ray uses 66 of them for its own part."""
 
 Weights = tuple[Packed, int]
 """Tensors by Hugging Face name, and the version of the policy."""
@@ -64,7 +64,7 @@ Weights = tuple[Packed, int]
 
 @dataclass(frozen=True)
 class _Sent:
-    """Weights that engines may still read."""
+    """Weights that have been sent to engines, which may still be reading them."""
 
     ref: Any
     """Ray's reference to `Weights`."""
@@ -74,7 +74,7 @@ class _Sent:
 
 @contextmanager
 def _keeps_sigterm_handler() -> Iterator[None]:
-    """Restores the handler of SIGTERM, because Ray replaces it by one that aborts the process when it starts and ends."""
+    """Returns a context that keeps the process's handler of SIGTERM, which Ray replaces when it starts and ends."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -84,10 +84,10 @@ def _keeps_sigterm_handler() -> Iterator[None]:
 
 
 class OwnRay:
-    """Ray, which is started here unless it already runs. Owns its processes and its folder until it is stopped."""
+    """Ray for this run. Unless Ray already runs, this object starts it, and owns its processes and its folder until `stop`."""
 
     def __init__(self) -> None:
-        """Starts Ray. A Ray that already runs is used, but still belongs to its starter."""
+        """Starts Ray, or uses the Ray that already runs in this process. `stop` leaves such a Ray running."""
         self._folder: Path | None = None
         if ray.is_initialized():
             return
@@ -112,7 +112,7 @@ class OwnRay:
         return next((line for line in reversed(lines) if line and not line.startswith(":")), "")
 
     def stop(self) -> None:
-        """Ends Ray and removes its folder, if it was started here."""
+        """Ends Ray and removes its folder, if this object has started it."""
         if self._folder is not None:
             with _keeps_sigterm_handler():
                 ray.shutdown()
@@ -121,7 +121,7 @@ class OwnRay:
 
 
 class RolloutActor:
-    """An actor with an engine that works in turns. It sees the same GPU as the runner, if there is one."""
+    """A Ray actor with an engine that works in turns. If there is a GPU, all actors and the runner use the same one."""
 
     def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> tuple[int, int]:
         """Starts the engine. Returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
@@ -148,17 +148,17 @@ class RolloutActor:
             wait_for_gpu()
 
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Calls another method of the engine."""
+        """Calls the engine's method of that name and returns its result."""
         with self._alone():
             return getattr(self._engine, method)(*arguments)
 
     def plan_ahead(self, plan: AheadPlan) -> None:
-        """Sets the requests of coming steps that the engine may start (`RollingEngine.plan`)."""
+        """Sets which requests of coming steps the engine may start (`RollingEngine.plan`)."""
         assert self._early is not None
         self._early.plan(plan)
 
     def early_worth(self) -> EarlyWorth:
-        """Returns the current worth of such requests (`RollingEngine.worth`)."""
+        """Returns the current worth of the early requests (`RollingEngine.worth`)."""
         assert self._early is not None
         return self._early.worth()
 
@@ -168,7 +168,7 @@ class RolloutActor:
         return self._early.end(keeps_cache=keeps_cache)
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Keeps the engine from decoding early requests by itself."""
+        """Returns a context in which the engine decodes no early requests by itself."""
         return nullcontext() if self._early is None else self._early.set_aside()
 
 
@@ -182,10 +182,10 @@ class _Start:
 
 
 class RolloutPool:
-    """The engines of a run. Owns their actors, the weights that a restarted engine gets, and Ray unless it ran before.
+    """The engines of a run. Owns their actors, the weights that a restarted engine gets, and Ray if the pool has started it.
 
-    An engine is alive, dead or restarting. `results` reports each death once, however it was noticed. Until then the engine
-    takes no orders, even if it is alive again.
+    An engine is alive, dead or restarting. `results` reports each death once, whichever call has noticed it. Until a death is
+    reported, the engine takes no orders, even if it has been restarted.
 
     Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
     """
@@ -202,8 +202,8 @@ class RolloutPool:
     ) -> None:
         """Starts `num_engines` engines, and Ray unless it runs. Raises ConfigError for what vLLM refuses.
 
-        `recompute_kv_cache` tells whether new weights recompute the KV of running requests (`TurnEngine.load_weights`), and
-        `weights_by_handle` how weights on a GPU reach the engines (`packed`).
+        With `recompute_kv_cache`, running requests compute their KV cache again after new weights
+        (`ReloadingTurnEngine.load_weights`). `weights_by_handle` says how weights on a GPU are sent to the engines (`packed`).
         """
         blocks = [generation.specrollout.of_engine(engine) for engine in range(num_engines)]
         names = list(map(draft_method, blocks))
@@ -212,7 +212,7 @@ class RolloutPool:
         self.num_restarts = [0] * num_engines
         self.capacity = 0
         self.pids: dict[int, int] = {}
-        """Process id of each engine, or the last one of a dead engine."""
+        """Process id of each engine. A dead engine keeps its last one."""
         self._recompute_kv_cache = recompute_kv_cache
         self._weights_by_handle = weights_by_handle
         self._arguments = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
@@ -255,7 +255,7 @@ class RolloutPool:
         return sum(e == engine for e in self._turns.values())
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Waits until a turn ends, an engine has restarted, or a death is known. Returns results and deaths."""
+        """Waits for the end of a turn, a restart or a death. Returns engines with their results, or with None for a death."""
         ready = [] if self._deaths else self._wait()
         answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
         for turn in ready:
@@ -265,7 +265,7 @@ class RolloutPool:
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns the latest known worth of an engine's early work, and asks an engine without turns again."""
+        """Returns the latest known worth of an engine's early work, and asks an engine without turns for a newer value."""
         if not self._runs_ahead or not self.is_alive(engine):
             return EarlyWorth()
         known, call = self._worth.get(engine, (EarlyWorth(), None))
@@ -278,9 +278,9 @@ class RolloutPool:
         return known
 
     def revive(self) -> None:
-        """Starts to restart dead engines with the newest weights, each at most `MAX_RESTARTS` times.
+        """Begins to restart dead engines with the newest weights, without waiting.
 
-        Raises RuntimeError if no engine is left.
+        Each is restarted at most `MAX_RESTARTS` times. Raises RuntimeError if no engine is left.
         """
         restarting = {start.engine for start in self._starting.values()}
         for engine in set(range(len(self.methods))) - self._actors.keys() - restarting:
@@ -294,9 +294,9 @@ class RolloutPool:
             )
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Gives every live engine new weights, by Hugging Face name, after its queued turns, and waits for it.
+        """Gives all live engines the weights `tensors`, by Hugging Face name, and waits until the engines have loaded them.
 
-        An engine that is restarting gets them before its first turn.
+        Engines first do the turns that are queued for them. A restarting engine gets the weights before its first turn.
         """
         kept = [(name, tensor.contiguous()) for name, tensor in tensors]
         self._weights = _Sent(ray.put((packed(kept, self._weights_by_handle), policy_version)), kept)
@@ -317,9 +317,9 @@ class RolloutPool:
             self._answer(engine, ref)
 
     def end_ahead(self, *, keeps_cache: bool) -> list[EarlyMade]:
-        """Stops the requests of coming steps in all live engines, and returns what each of these has made.
+        """Stops the requests of coming steps in all live engines, and returns the texts that each engine has made.
 
-        Engines with requests of their own must keep their cached prefixes, which these use.
+        `keeps_cache` must be true if engines have requests of their own, because these use the cached prefixes.
         """
         self._worth = {}
         asked = {engine: actor.end_ahead.remote(keeps_cache) for engine, actor in sorted(self._actors.items())}
@@ -340,7 +340,7 @@ class RolloutPool:
         return self._answer(engine, self._actors[engine].ask.remote(method, arguments))
 
     def ask_each(self, method: str, *arguments: Any, drafting_by: str | None = None) -> dict[int, Any]:
-        """Calls a method of every live engine, or of those with a drafter of that type. Returns the results by engine."""
+        """Calls a method of all live engines, or of those with a drafter of type `drafting_by`. Returns results by engine."""
         asked = {
             engine: actor.ask.remote(method, arguments)
             for engine, actor in sorted(self._actors.items())
@@ -364,7 +364,7 @@ class RolloutPool:
         ]
 
     def close(self) -> None:
-        """Ends the engines, and Ray if it was started here."""
+        """Ends the engines, and Ray if the pool has started it."""
         for actor in (*self._actors.values(), *(start.actor for start in self._starting.values())):
             ray.kill(actor)
         self._actors = {}
@@ -389,7 +389,7 @@ class RolloutPool:
         return actor.load_weights.remote(self._weights.ref, self._recompute_kv_cache)
 
     def _wait(self) -> list[Any]:
-        """Returns turns that have ended, at least one unless an engine has started or must be killed."""
+        """Returns turns that have ended. Waits for one, unless an engine's start ends before or an engine hangs."""
         waiting = [*self._turns, *self._starting]
         ready = self._ready(waiting)
         patience_s = self._patience_s()
@@ -401,7 +401,7 @@ class RolloutPool:
         return [ref for ref in ready if ref in self._turns]
 
     def _end_start(self, started: Any) -> None:
-        """Marks a started engine as alive, or as dead if its start has failed."""
+        """Marks an engine as alive after its start, or as dead if the start has failed."""
         start = self._starting.pop(started)
         self._actors[start.engine] = start.actor
         answer = self._answer(start.engine, started)
@@ -412,7 +412,7 @@ class RolloutPool:
             self._answer(start.engine, self._load(start.actor))
 
     def _ready(self, waiting: list[Any]) -> list[Any]:
-        """Returns which of the calls have ended, and notes that their engines have answered."""
+        """Returns which of the calls `waiting` have ended, and notes the time at which their engines have answered."""
         ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         for turn in ready:
             if turn in self._turns:
@@ -420,7 +420,7 @@ class RolloutPool:
         return ready
 
     def _patience_s(self) -> float:
-        """Returns the seconds until an engine will have been silent for too long, and kills engines that already have."""
+        """Kills engines that have been silent for too long, and returns the seconds until the next engine would be."""
         busy = {engine: (self._actors[engine], HANG_S) for engine in self._turns.values()}
         busy |= {start.engine: (start.actor, START_S) for start in self._starting.values()}
         left_s = {engine: self._heard_s[engine] + limit_s - time.monotonic() for engine, (_, limit_s) in busy.items()}
@@ -429,7 +429,7 @@ class RolloutPool:
         return max(min(left_s.values()), 1.0)
 
     def _answer(self, engine: int, ref: Any) -> Any:
-        """Returns an engine's answer, or DEAD if it has died. Kills an engine that does not answer within `HANG_S`."""
+        """Waits for an engine's answer. Returns it, or DEAD if the engine has died or does not answer within `HANG_S`."""
         try:
             return ray.get(ref, timeout=HANG_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:

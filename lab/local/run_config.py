@@ -28,41 +28,46 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """An entry of `bench.workloads`: a task under a name."""
+    """A task with a name, which is an entry of `bench.workloads`."""
 
     name: str
     """The workload's name in tables and files."""
     data: DataConfig
-    """The workload's problems, as `data` of the config."""
+    """The workload's problems, with the same keys as the section `data`."""
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """`bench`: the comparison that `specrollout-lab bench` makes."""
+    """The section `bench`, which describes the comparison that `specrollout-lab bench` makes."""
 
     num_rounds: int = bounded(5, low=1)
-    """Number of rounds, in which the rows take turns. Figures are medians over rounds."""
+    """Number of rounds. In each round all rows of the table, which are ways to decode, take turns. Figures are medians over
+    rounds."""
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
-    """Numbers of draft tokens per step. Each method with a fixed number of drafts gets a row for each of these numbers."""
+    """Numbers of draft tokens per engine step. Each method with a fixed number of drafts gets a row for each of these
+    numbers."""
     rows: tuple[str, ...] = ()
-    """Beginnings of the names of the rows to measure, e.g. [stock, ours]. Empty means all. `plain` is always among them."""
+    """Rows of the table to measure, given by the beginnings of their names, such as [stock, ours]. Empty means all. `plain` is
+    always measured."""
     deepen: int = bounded(1, low=1, high=64)
-    """Factor by which the policy gets more layers, which have no effect (`lab/policies/deep_policy.py`). A head then costs
-    as little, relative to the policy, as beside a deep policy. 1 leaves the policy as it is."""
+    """Factor by which the number of the policy's layers is multiplied. The added layers have no effect on tokens
+    (`lab/policies/deep_policy.py`). Beside a deep policy, a head costs a smaller share of the time. 1 leaves the policy as it
+    is."""
     useless_batches: tuple[int, ...] = bounded((), low=1)
-    """Batch sizes at which to measure drafters that are always wrong. Empty skips this measurement."""
+    """Batch sizes at which to measure drafters whose drafts are always wrong. Empty skips this measurement."""
     workloads: tuple[WorkloadConfig, ...] = ()
     """Tasks to measure one after the other, each with its own tables. Empty measures only the config's `data`."""
     constant_batches: tuple[int, ...] = bounded((), low=1)
-    """Batch sizes at which to measure the rows while finished requests are replaced. Empty skips this measurement."""
+    """Batch sizes at which to measure with a constant batch, where a new request replaces each finished one. Empty skips this
+    measurement."""
     rows_at_a_time: int = bounded(0, low=0)
-    """Number of rows whose engines are in memory at the same time, including `plain`. 0 means all rows. Fewer rows need
-    less memory. Each row is compared with the measurement of `plain` from the same time."""
+    """Number of rows whose engines are in memory at the same time, including `plain`. 0 means all rows. Fewer rows need less
+    memory. `plain` is measured together with each set of rows, and a row is compared with the measurement from its own set."""
     acceptance_k: int = bounded(0, low=0, high=64)
-    """Draft tokens of the table that compares ways of drafting with weights. 0 skips the table."""
+    """Number of draft tokens in the table that compares ways of drafting with weights. 0 skips the table."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if two workloads have one name, or `rows_at_a_time` leaves no room for a row."""
+        """Raises ConfigError if two workloads have the same name, or if `rows_at_a_time` leaves no room beside `plain`."""
         names = [workload.name for workload in self.workloads]
         raise_first_mistake(
             path,
@@ -73,7 +78,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run of the local runner."""
+    """The config of a run of the local runner."""
 
     grpo: GrpoConfig
     policy: PolicyConfig
@@ -84,16 +89,20 @@ class RunConfig:
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     bench: BenchConfig = BenchConfig()
     runtime: str = choice("local", default="local")
-    """`local` means this machine. A config with `nemo_rl` is never a `RunConfig` (`nemo_rl_config.py`)."""
+    """Must be `local`, which means this machine. Configs with `nemo_rl` are read by `nemo_rl_config.py` and are never a
+    `RunConfig`."""
 
     @property
     def workloads(self) -> dict[str, DataConfig]:
-        """The tasks that the bench measures, by name: `bench.workloads`, or the run's own task if there are none."""
+        """Tasks that the bench measures, by name.
+
+        They are those of `bench.workloads`, or the run's own task if there are none.
+        """
         return {w.name: w.data for w in self.bench.workloads} or {self.data.dataset_name: self.data}
 
     @property
     def most_in_flight(self) -> int:
-        """Most requests that the engine runs at a time."""
+        """Most requests that an engine runs at a time in this run."""
         samples = self.grpo.samples_per_step
         return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)))
 
@@ -219,9 +228,10 @@ class RunConfig:
         )
 
     def _check_continued_requests(self) -> None:
-        """Raises ConfigError if a run continues requests from their text and tokens depend on where a prompt ends.
+        """Raises ConfigError if requests may continue from their text so far, but tokens depend on where a prompt ends.
 
-        Several engines continue requests that move, or whose engine dies. One engine does so after an update in flight.
+        With several engines, a request continues in another engine if it moves or its engine dies. With one engine, requests
+        continue after an update in flight. Some arguments and plugins of vLLM make tokens depend on the prompt's end.
         """
         generation = self.policy.generation
         asynchronous = self.grpo.async_grpo
@@ -287,7 +297,7 @@ def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
 
 
 def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy in which the warm-up options are in the optimizer's block, where our trainer looks for them."""
+    """Returns a copy of `tree` whose warm-up options are in the optimizer's block, where our trainer looks for them."""
     result = copy.deepcopy(dict(tree))
     policy = result.get("policy")
     megatron = policy.get("megatron_cfg") if isinstance(policy, dict) else None
@@ -306,7 +316,7 @@ def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_known(cls: type, tree: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
-    """Returns `tree` without the keys that the dataclass `cls` lacks, whose paths it adds to `ignored`."""
+    """Returns `tree` without keys that are no fields of the dataclass `cls`. Adds the paths of these keys to `ignored`."""
     hints = typing.get_type_hints(cls)
     kept: dict[str, Any] = {}
     for key, value in tree.items():

@@ -36,14 +36,14 @@ _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 """Keys of the config that may change when a run is resumed."""
 _WRITTEN = ("config.yaml", RUN, LADDER, *LINES, SUMMARY, *PAGES)
 _TEMPORARY = re.compile(rf"\.({'|'.join(map(re.escape, _WRITTEN))})\.[0-9]+")
-"""Files that `replacing_file` leaves behind when its process dies."""
+"""Names of the temporary files that `replacing_file` leaves behind when its process dies."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of a file system without locks, e.g. Lustre mounted without `flock`."""
 
 
 class CompleteRun(ConfigError):
-    """Raised if the folder already has this run, complete with `num_steps` steps."""
+    """Error for a folder that already has this run with all of its `num_steps` steps."""
 
     def __init__(self, message: str, num_steps: int) -> None:
         super().__init__(message)
@@ -51,22 +51,23 @@ class CompleteRun(ConfigError):
 
 
 class RunDirectory:
-    """`config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
-    `ladder.json`, `checkpoints/step_N`, `learned`.
+    """The folder of a run, which is locked while this object is open.
 
-    It is first opened (only the lock is written), then begun, then closed. While it is open, no other run can open it.
+    It has `config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
+    `ladder.json`, `checkpoints/step_N` and `learned`. The object is first opened, which writes only the lock, then begun, and
+    then closed. While it is open, no other run can open the folder.
 
     Invariant: from `begin` on, metrics and traces are about the steps before `next_step`, where a resumed run continues.
     `begin` drops the lines of a step whose checkpoint was never finished.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], max_num_steps: int) -> None:
-        """Locks the folder of a new run, or of one whose config differs at most in the number of steps.
+        """Locks the folder, which must be new or have a run whose config differs at most in the number of steps.
 
         A run without a finished step starts from the beginning, whatever its config was.
 
-        Raises ConfigError if another run has the folder, or if all of its checkpoints are damaged. Also raises it if the
-        folder has something else, or a run that is complete or keeps no checkpoints.
+        Raises ConfigError if another run uses the folder, if it has files of something else, or if all of its checkpoints are
+        damaged. Also raises it if its run is complete, or has finished steps but keeps no checkpoints.
         """
         self.path = path
         self.facts: Mapping[str, Any] = {}
@@ -124,10 +125,12 @@ class RunDirectory:
             )
 
     def begin(self) -> list[str]:
-        """Writes config and `run.json` when engines and policy have started, and drops leftovers of an earlier process.
+        """Writes config and `run.json`, and removes what an interrupted process has left.
+
+        Call it when engines and policy have started.
 
         Returns:
-            Warnings for the user, about damaged checkpoints, which are renamed, and about a missing lock.
+            Warnings for the user, about damaged checkpoints, which this call renames, and about a file system without locks.
         """
         for leftover in self._checkpoints.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -162,12 +165,12 @@ class RunDirectory:
         return None if self._last is None else self._checkpoint(self._last)
 
     def with_learned(self, learned: LearnedConfig) -> LearnedConfig:
-        """Returns `learned` with the folder of this run, unless it names another. The path is absolute for all processes."""
+        """Returns `learned` with an absolute folder, which is in this run's folder unless `learned` names one."""
         folder = Path(learned.folder or self.path / LEARNED)
         return replace(learned, folder=str(folder.absolute()))
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Appends a line to the file `name`, which is on disk when this returns."""
+        """Appends `record` as a line of JSON to the file `name`, and returns when it is on disk."""
         is_new = not (self.path / name).exists()
         with (self.path / name).open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -177,7 +180,10 @@ class RunDirectory:
             sync_folder(self.path)
 
     def keep_checkpoint(self, step: int, save: Callable[[Path], None]) -> None:
-        """Lets `save` write the checkpoint after `step` by one rename, and removes all but the newest checkpoints."""
+        """Lets `save` write the checkpoint of `step`, and then removes all checkpoints but the newest `NUM_CHECKPOINTS`.
+
+        `save` gets the checkpoint's folder, which it must make complete by a single rename.
+        """
         self._checkpoints.mkdir(exist_ok=True)
         save(self._checkpoint(step))
         for old in self._saved_steps()[:-NUM_CHECKPOINTS]:
@@ -189,7 +195,7 @@ class RunDirectory:
 
     @property
     def ladder(self) -> SpeedTableFile | None:
-        """Draft ladder of a resumed run, or None in a new run or with one engine."""
+        """Decode-speed table of a resumed run, or None in a new run or in a run with one engine."""
         file = self.path / LADDER
         return SpeedTableFile.read(file, "logger.log_dir") if self.next_step and file.is_file() else None
 
@@ -199,7 +205,7 @@ class RunDirectory:
         return self._checkpoints / f"step_{step}"
 
     def _saved_steps(self) -> list[int]:
-        """Returns the steps that have a folder, in order. The folders may be damaged. Raises OSError."""
+        """Returns the steps that have a checkpoint folder, in ascending order. The folders may be damaged. Raises OSError."""
         try:
             entries = list(os.scandir(self._checkpoints))  # `glob` would ignore a folder that cannot be read
         except FileNotFoundError:
@@ -208,7 +214,10 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def _newest_whole(self) -> int | None:
-        """Returns the newest step with an undamaged checkpoint, and notes the damaged ones after it. Reads all files."""
+        """Returns the newest step with an undamaged checkpoint, or None without checkpoints, and notes damaged ones after it.
+
+        Reads all files of the checkpoints. Raises ConfigError if all of them are damaged.
+        """
         for step in reversed(self._saved_steps()):
             try:
                 check_seal(self._checkpoint(step))
@@ -253,9 +262,11 @@ def _provenance() -> dict[str, Any]:
 
 
 class DirectoryLock:
-    """Holds `run.lock` of a folder, a file that names its holder, until it is released.
+    """A lock on a folder, which is held by its file `run.lock` until it is released.
 
-    `works` is false if the file system has no locks. Two runs can then use the folder at once.
+    The file names the process that has the lock.
+
+    `works` is false if the file system has no locks, so that two runs could use the folder at once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -281,7 +292,10 @@ class DirectoryLock:
 
 
 def _locked(path: Path) -> tuple[IO[str], bool]:
-    """Opens and locks the file. Returns it and whether locks work. Raises ConfigError if another process has the lock."""
+    """Opens and locks the file. Returns the open file, and whether the file system has locks.
+
+    Raises ConfigError if another process has the lock.
+    """
     while True:
         file = path.open("a+", encoding="utf-8")
         try:

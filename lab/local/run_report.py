@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the results of a local run, which are `summary.json`, and report and picture with charts of local runs."""
+"""Writes the results of a local run, which are its `summary.json`, `report.html` and `picture.png`."""
 
 import json
 from pathlib import Path
@@ -37,10 +37,11 @@ HOW_TO_READ = {
 
 
 def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:
-    """Writes all three and returns the summary. `wall_s` is the command's duration in seconds, or None if unknown.
+    """Writes summary, report and picture of a run, and returns the summary.
 
-    The old pages are removed before the summary is written, so if all three files exist, they describe the same steps. Raises
-    OSError, and ConfigError if records are damaged.
+    `wall_s` is the command's duration in seconds, or None if unknown. The old report and picture are removed before the
+    summary is written. So if all three files exist, they describe the same steps. Raises OSError, and ConfigError if records
+    are damaged.
     """
     with naming_damage(run_dir):
         figures = summary_of(read_steps(run_dir))
@@ -53,7 +54,7 @@ def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[
 
 
 def results_are_of(run_dir: Path, num_steps: int) -> bool:
-    """Returns whether all three exist and describe a run that completed `num_steps` steps."""
+    """Returns whether a run has summary, report and picture, and its summary says that it has completed `num_steps` steps."""
     summary = read_object_or_nothing(run_dir / SUMMARY)
     is_whole = summary.get("completed") is True and summary.get("steps") == num_steps
     return is_whole and all((run_dir / name).is_file() for name in PAGES)
@@ -65,7 +66,10 @@ def write_pages(run_dir: Path) -> tuple[Path, Path]:
 
 
 def extras_of(run: Run) -> report.Extras:
-    """Returns what only a local run has, which is charts for the page, and a panel of the picture with its data."""
+    """Returns the charts for the report and the panels for the picture that only local runs have.
+
+    A panel is a function that draws, together with its data.
+    """
     trace_file, timeline_file = run.folder / "trace.jsonl", run.folder / "timeline.jsonl"
     with naming_damage(trace_file):
         traces = read_lines(trace_file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of the local runner's config, named as in NeMo-RL: `grpo`, `loss_fn`, `policy`, `data`, `logger`, `cluster`."""
+"""Sections of the local runner's config, which have the names of NeMo-RL's sections, such as `grpo` and `policy`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,118 +10,132 @@ from nemo_specrollout.config.block import OFF, SpecrolloutConfig
 from nemo_specrollout.config.strict import bounded, choice, raise_first_mistake
 
 _LOWEST_TEMPERATURE = 0.01
-"""vLLM raises temperatures between 0 and this one to it."""
+"""vLLM raises a temperature between 0 and this value to this value."""
 PROCESSED_LOGPROBS = "processed_logprobs"
-"""vLLM's name of log-probs after temperature, top-p and top-k. By default it returns the log-probs before them."""
+"""vLLM's name for log-probs after temperature, top-p and top-k. Its default is log-probs before these."""
 DEFAULT_MAX_NUM_SEQS = 64
-"""Requests that an engine runs at a time if `vllm_kwargs` does not say."""
+"""Number of requests that an engine runs at a time if `vllm_kwargs` does not set it."""
 
 
 @dataclass(frozen=True)
 class AsyncGrpoConfig:
-    """`grpo.async_grpo`: generation continues while the policy is trained."""
+    """The section `grpo.async_grpo`, about generation that continues while the policy is trained."""
 
     enabled: bool = False
     """Whether generation and training overlap. With false they take turns."""
     max_trajectory_age_steps: int = bounded(1, low=1, high=64)
-    """Training steps by which the policy that starts a sample may be older than the policy that is trained on it."""
+    """Most training steps by which the policy that begins a sample may be older than the policy that is trained on the
+    sample."""
     in_flight_weight_updates: bool = False
-    """Whether new weights are loaded at once, while requests run. With false, they wait until these have ended."""
+    """Whether engines load new weights at once, while requests run. With false, the weights wait until all requests have
+    ended."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """Whether, after an update in flight, the new policy computes the KV cache of running requests again. With false, requests
-    keep the KV cache of the old policy, so that their tokens are exact samples of neither policy."""
+    """Whether the new policy computes the KV cache of running requests again after an update in flight. With false, requests
+    keep the KV cache of the old policy, so their later tokens are exact samples of neither policy."""
 
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """`grpo`."""
+    """The section `grpo`, about the samples of a step and their advantages."""
 
     num_prompts_per_step: int = bounded(low=1)
-    """Prompts of a step."""
+    """Number of prompts in a step."""
     num_generations_per_prompt: int = bounded(low=2)
-    """Samples of each prompt, which are the group whose rewards are compared."""
+    """Number of samples for each prompt. They are a group, whose rewards are compared with each other."""
     max_num_steps: int = bounded(low=1)
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     normalize_rewards: bool = True
-    """Divide advantages by the group's standard deviation."""
+    """Whether advantages are divided by the standard deviation of the group's rewards."""
     use_leave_one_out_baseline: bool = True
-    """Compare the reward of a sample with the mean of the other samples of its group, not of all of them."""
+    """Whether a sample's reward is compared with the mean of the other samples of its group. With false, the mean includes the
+    sample."""
     seed: int = bounded(42, low=0, high=2**32 - 1)
-    """Seed of the prompts. Together with prompt, sample and policy version, it also seeds the noise of each request."""
+    """Seed from which prompts are drawn. Together with prompt, sample and policy version, it also seeds the noise of each
+    request."""
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
-    """Overlap of generation and training."""
+    """Settings for generation that overlaps with training."""
 
     @property
     def samples_per_step(self) -> int:
-        """Requests of a step."""
+        """Number of requests in a step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """`loss_fn`."""
+    """The section `loss_fn`, about the clipped policy loss."""
 
     ratio_clip_min: float = bounded(0.2, low=0.0, high=1.0)
     """The probability ratio is clipped from below at 1 - ratio_clip_min."""
     ratio_clip_max: float = bounded(0.2, low=0.0, high=1e6)
     """The probability ratio is clipped from above at 1 + ratio_clip_max."""
     ratio_clip_c: float | None = None
-    """The c of dual clipping. If the advantage is negative, the loss is at most -advantage * c. Null switches it off."""
+    """The constant c of dual clipping. If the advantage is negative, the loss is at most -advantage * c. Null switches it
+    off."""
     reference_policy_kl_penalty: float = bounded(0.0, low=0.0)
-    """Weight of the KL divergence to the initial policy. NeMo-RL's default is 0.01. Here it is opt-in."""
+    """Weight of the KL divergence to the initial policy. NeMo-RL's default is 0.01, but here the default is 0."""
     reference_policy_kl_type: str = choice("k1", "k2", "k3", default="k3")
-    """Estimator of that KL divergence (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    """Estimator of the KL divergence to the initial policy (Schulman 2020, joschu.net/blog/kl-approx.html)."""
     kl_input_clamp_value: float | None = bounded(20.0, low=0.0)
-    """The log ratio to the reference is clamped to +- this before the estimator. Null switches it off."""
+    """Bound to which the absolute log ratio to the reference policy is clamped before the KL is estimated. Null switches it
+    off."""
     kl_output_clamp_value: float | None = bounded(10.0, low=0.0)
-    """The estimate of one token is clamped to +- this. Null switches it off."""
+    """Bound to which the absolute KL estimate of a token is clamped. Null switches it off."""
     token_level_loss: bool = True
-    """Whether the loss is the mean over all valid tokens. With false, it is the mean of the means of the sequences."""
+    """Whether the loss is the mean over all valid tokens. With false, it is the mean over sequences of the mean over their
+    tokens."""
     use_importance_sampling_correction: bool = False
-    """Weight each token by its probability for the trainer divided by the one with which the engine sampled it. Asynchronous
-    GRPO needs this."""
+    """Whether each token is weighted by its probability for the trainer, divided by the probability with which the engine
+    sampled it. Asynchronous GRPO needs this."""
     force_on_policy_ratio: bool = False
-    """Takes the probability ratio as 1, which saves the log-probs pass. Needs one optimizer step per rollout."""
+    """Whether the probability ratio is taken as 1, which saves a forward pass for log-probs. Needs one optimizer step per
+    rollout."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if the dual clip would cut the ordinary loss."""
+        """Raises ConfigError unless `ratio_clip_c` is null or more than 1.
+
+        Otherwise dual clipping would cut the ordinary loss.
+        """
         text = f"{self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping"
         raise_first_mistake(path, (self.ratio_clip_c is not None and self.ratio_clip_c <= 1, "ratio_clip_c", text))
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """`policy.megatron_cfg.optimizer`, with `scheduler.lr_warmup_iters` and `lr_warmup_init`; AdamW, constant rate."""
+    """The section `policy.megatron_cfg.optimizer`, and two keys of the section `scheduler` beside it.
+
+    The optimizer is AdamW with a constant learning rate. The keys of `scheduler` are `lr_warmup_iters` and `lr_warmup_init`.
+    """
 
     lr: float = bounded(low=0.0, high=1.0)
     """Learning rate after the warm-up."""
     weight_decay: float = bounded(0.01, low=0.0)
-    """Not applied to norms, as in Megatron."""
+    """Weight decay, which is not applied to norms, as in Megatron."""
     adam_beta1: float = bounded(0.9, low=0.0, below=1.0)
     """Decay of the first moment."""
     adam_beta2: float = bounded(0.999, low=0.0, below=1.0)
     """Decay of the second moment."""
     adam_eps: float = bounded(1e-8, above=0.0, high=1.0)
-    """Added to the root of the second moment."""
+    """Number that is added to the square root of the second moment."""
     clip_grad: float = bounded(1.0, low=0.0)
-    """Largest global gradient norm. 0 switches clipping off."""
+    """Largest global norm of the gradient, above which it is scaled down. 0 switches clipping off."""
     lr_warmup_iters: int = bounded(0, low=0)
-    """Optimizer steps over which the rate rises linearly from `lr_warmup_init` to `lr`."""
+    """Number of optimizer steps in which the learning rate rises linearly from `lr_warmup_init` to `lr`."""
     lr_warmup_init: float = bounded(0.0, low=0.0)
     """Learning rate of the first step of the warm-up."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if the warm-up starts above its end."""
+        """Raises ConfigError if the warm-up starts from a rate above `lr`."""
         text = f"{self.lr_warmup_init} exceeds lr {self.lr}; lower it"
         raise_first_mistake(path, (self.lr_warmup_init > self.lr, "lr_warmup_init", text))
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """`policy.megatron_cfg`."""
+    """The section `policy.megatron_cfg`, about the trainer."""
 
     optimizer: OptimizerConfig
-    """The optimizer."""
+    """The optimizer of the trainer."""
     enabled: bool = True
     """Must be true, because the local runner trains only with Megatron-Core."""
     tensor_model_parallel_size: int = bounded(1, low=1)
@@ -139,12 +153,12 @@ class MegatronConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """`policy.generation.vllm_cfg`."""
+    """The section `policy.generation.vllm_cfg`, about the engine."""
 
     max_model_len: int = bounded(low=8)
-    """Longest sequence of the engine, prompt and response, in tokens."""
+    """Longest sequence of prompt and response that the engine can decode, in tokens."""
     precision: str = choice("float32", "bfloat16", default="float32")
-    """The engine's dtype. Tokens are equal with and without speculation in float32."""
+    """The engine's dtype. In float32, tokens are equal with and without speculation."""
     enforce_eager: bool = True
     """Whether the engine captures no graphs. On a CPU this only saves start-up time. On a GPU use false, because steps there
     need CUDA graphs."""
@@ -152,38 +166,39 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class ColocatedConfig:
-    """`policy.generation.colocated`."""
+    """The section `policy.generation.colocated`, about the cores of engines and trainer."""
 
     enabled: bool = True
-    """True: engines and trainer take turns on the same cores. False: engines have processes and cores of their own, so with
-    `run_ahead` they also work while the policy is trained."""
+    """Whether engines and trainer take turns on the same cores. With false, engines have processes and cores of their own, so
+    with `run_ahead` they also work while the policy is trained."""
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """`policy.generation`."""
+    """The section `policy.generation`, about the rollout."""
 
     vllm_cfg: VllmConfig
-    """The engine, by NeMo-RL's names."""
+    """Settings of the engine, with NeMo-RL's names."""
     max_new_tokens: int = bounded(low=1)
     """Longest response, in tokens."""
     temperature: float = bounded(1.0, low=0.0, high=2.0)
-    """Sampling temperature, 0 for greedy. The trainer scores samples at it too, and greedy samples at 1."""
+    """Sampling temperature, where 0 means greedy decoding. The trainer computes log-probs at the same temperature, or at 1 for
+    greedy samples."""
     top_p: float = bounded(1.0, above=0.0, high=1.0)
     """Probability mass of nucleus sampling. 1 switches it off."""
     top_k: int | None = bounded(None, low=1)
     """Number of tokens of top-k sampling. Null switches it off."""
     backend: str = choice("vllm", default="vllm")
-    """The generation engine."""
+    """Name of the generation engine."""
     colocated: ColocatedConfig = ColocatedConfig()
-    """Whether engines and trainer share the cores."""
+    """Setting that says whether engines and trainer share the cores."""
     vllm_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of vllm.LLM, passed on unchanged."""
+    """Further arguments, which are passed to vllm.LLM unchanged."""
     specrollout: SpecrolloutConfig = OFF
-    """This package's block. The package is off without it."""
+    """This package's block. Without it, the package is switched off."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for a temperature that vLLM changes, and for sizes that are not positive integers."""
+        """Raises ConfigError for a temperature that vLLM would change, and for sizes that are not positive integers."""
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             size = self.vllm_kwargs.get(name)
             is_wrong = size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
@@ -196,22 +211,24 @@ class GenerationConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """`policy`."""
+    """The section `policy`, about the model, its rollouts and its training."""
 
     model_name: str
     """Folder of the policy, in Hugging Face format."""
     generation: GenerationConfig
-    """The rollout."""
+    """Settings of the rollout."""
     megatron_cfg: MegatronConfig
-    """The trainer."""
+    """Settings of the trainer."""
     max_total_sequence_length: int = bounded(low=8)
     """Longest sequence of the trainer, in tokens."""
     train_global_batch_size: int = bounded(low=1)
-    """Samples of one optimizer step."""
+    """Number of samples in an optimizer step."""
     logprob_batch_size: int = bounded(32, low=1)
-    """Size of one forward pass of the trainer, in sequences of `max_total_sequence_length` tokens."""
+    """Most sequences of `max_total_sequence_length` tokens in a forward pass of the trainer. More sequences fit if they are
+    shorter."""
     train_micro_batch_size: int = bounded(16, low=1)
-    """Size of one forward and backward pass of the trainer, in the same unit."""
+    """Most sequences of `max_total_sequence_length` tokens in a forward and backward pass. More sequences fit if they are
+    shorter."""
     precision: str = choice("float32", "bfloat16", default="float32")
     """The trainer's dtype. With bfloat16, weights and matrix products are in bfloat16, but the optimizer and the gradients are
     in float32."""
@@ -219,7 +236,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """An entry of `data.tasks`: a task of `reasoning-gym`."""
+    """A task of `reasoning-gym`, which is an entry of `data.tasks`."""
 
     name: str
     """Name of the task in reasoning-gym, such as chain_sum."""
@@ -231,18 +248,18 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`data`: the task. Problems are generated from the run's seed (docs/get-started/local.md)."""
+    """The section `data`, about the task. Problems are generated from the run's seed (docs/get-started/local.md)."""
 
     dataset_name: str = choice("step_addition", "reasoning_gym", "free_text", default="step_addition")
-    """`step_addition`: the demo's own task. `reasoning_gym`: the `tasks` of that package. `free_text`: stories and
-    explanations without a reward, for `bench` only."""
+    """Kind of task. `step_addition` is the demo's own task, and `reasoning_gym` are the `tasks` of that package. `free_text`
+    are stories and explanations without a reward, for `bench` only."""
     max_terms: int = bounded(16, low=2, high=16)
     """Largest number of terms in an addition of `step_addition`."""
     tasks: tuple[TaskConfig, ...] = ()
-    """The tasks of reasoning_gym, mixed by weight."""
+    """The tasks of `reasoning_gym`. Problems of all tasks are mixed by the tasks' weights."""
     system_prompt: str | None = None
-    """System prompt, for reasoning_gym only: a text, or the name of one of its prompts (default, simple, direct, ...). null:
-    the default of the model's chat template."""
+    """System prompt, for `reasoning_gym` only. It is a text, or the name of one of that package's prompts, such as default,
+    simple or direct. With null it is the default of the model's chat template."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if tasks are missing, superfluous or named twice."""
@@ -262,39 +279,41 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """`logger`."""
+    """The section `logger`, about the run directory."""
 
     log_dir: str
-    """The run directory, with config, metrics, summary and report."""
+    """Path of the run directory, which gets config, metrics, summary and report."""
     record_for_replay: bool = False
-    """True: with `draft_refresh`, the head is never refreshed. The captured features of all policies stay, and their LM heads
-    are written beside them, so that `lab/heads/drift.py` can replay the run with any trigger."""
+    """Whether a run with `draft_refresh` only records what refreshes need, and never refreshes the head. It then keeps the
+    captured features and the LM heads of all policy versions, so that `lab/heads/drift.py` can replay the run with any
+    trigger."""
 
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """`checkpointing`."""
+    """The section `checkpointing`, about checkpoints of the run."""
 
     enabled: bool = True
-    """Keep a checkpoint to resume from."""
+    """Whether checkpoints are kept, from which the run can be resumed."""
     save_period: int = bounded(1, low=1)
-    """Steps between checkpoints. The newest two are kept, in `checkpoints/` of the run directory."""
+    """Number of steps between checkpoints. The newest two are kept, in `checkpoints/` of the run directory."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """`cluster`: one node, with or without a GPU."""
+    """The section `cluster`, about the machine."""
 
     num_nodes: int = bounded(1, low=1, high=1)
-    """The local runner uses one machine."""
+    """Must be 1, because the local runner uses one machine."""
     gpus_per_node: int = bounded(0, low=0, high=1)
-    """1: trainer and engines share one CUDA GPU. 0: they share the CPU."""
+    """With 1, trainer and engines share one CUDA GPU. With 0, they share the CPU."""
     weights_by_handle: bool = True
-    """With a GPU, new weights reach an engine in another process as handles of the GPU's memory. False: they go through the
-    host's memory, for machines that refuse such handles."""
+    """Whether new weights on a GPU are sent to an engine in another process as handles to the GPU's memory. With false, they
+    are copied through the host's memory, for machines that refuse such handles."""
     rollout_workers: int = bounded(1, low=1, high=64)
-    """Engines that roll out side by side, each in a process with one core. A single one is in the runner's own process,
-    unless `policy.generation.colocated.enabled` is false."""
+    """Number of engines that roll out at the same time, each in a process with one core. A single engine is in the runner's
+    own process, unless `policy.generation.colocated.enabled` is false."""
     threads: int = bounded(1, low=1, high=64)
-    """OpenMP threads of the runner's own process, which has the trainer and a single engine. More than one pays for models of
-    100 million parameters or more, on otherwise idle cores. OMP_NUM_THREADS in the environment overrides it."""
+    """Number of OpenMP threads of the runner's own process, which has the trainer and a single engine. More than one thread
+    pays for models of 100 million parameters or more, on cores that are idle otherwise. The environment variable
+    OMP_NUM_THREADS overrides it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO on one machine, where engines roll out, Megatron-Core trains, and weights are sent back by name after each step."""
+"""GRPO on one machine. Engines roll out, Megatron-Core trains, and the engines get the new weights after each step."""
 
 import time
 from collections.abc import Callable
@@ -37,31 +37,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout in the trainer's form, with B samples in request order and T positions."""
+    """A rollout as the trainer needs it, with B samples in the order of their requests and T positions."""
 
     batch: TokenBatch
     rewards_B: torch.Tensor
     inputs: LossInputs
-    """Constants of the loss. `prev_logprobs_BT` is None before training if the training pass computes it."""
+    """Inputs of the loss. Before training, `prev_logprobs_BT` is None if the training pass itself computes it."""
     logprob_s: float
     """Seconds of computing `prev_logprobs_BT`."""
 
     @property
     def gap_BT(self) -> torch.Tensor:
-        """|log p(engine) - log p(trainer)| of each token in nats, [B, T], which is known after training."""
+        """Absolute difference of each token's log-prob between engine and trainer, in nats, [B, T].
+
+        It is known after training.
+        """
         assert self.inputs.prev_logprobs_BT is not None
         return (self.inputs.generation_logprobs_BT - self.inputs.prev_logprobs_BT).abs()
 
 
 class GrpoRunner:
-    """Runs GRPO from a config in a run directory. Owns the rollout source, the policy and the head refresher.
+    """Runs GRPO as a config says, and writes into a run directory. Owns the rollout source, the policy and the head refresher.
 
     Invariant: before step s the policy has made s optimizer updates, and the engines have its weights. So a synchronous run
-    that is resumed at s generates the samples that it would have generated without the interruption.
+    that is resumed at step s generates the same samples as without the interruption.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
-        """Starts engines and policy where the run continues. Raises ConfigError for what vLLM refuses."""
+        """Starts the engines, and loads the policy from the checkpoint from which the run continues, if there is one.
+
+        Raises ConfigError for what vLLM refuses.
+        """
         self.device = run_device(config.cluster.gpus_per_node)
         self.config = _with_learned_folder(self._with_engine_memory(config), directory)
         self.directory = directory
@@ -73,7 +79,7 @@ class GrpoRunner:
         self._temperature = config.policy.generation.temperature or 1.0
         self.refresher: LocalRefresher | None = None
         self._began: str | bool | None = None
-        """What the engines began with from earlier starts, until it is in a step's record."""
+        """Sentence that says what the engines have taken over from earlier starts. It is None once a step's record has it."""
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.source = self._start_source()
         try:
@@ -85,14 +91,14 @@ class GrpoRunner:
             raise
 
     def run(self, before_step: Callable[[], None] = lambda: None) -> None:
-        """Does the remaining steps. An exception of `before_step` ends the run between two steps."""
+        """Does the remaining steps. `before_step` is called before each, and may end the run by an exception."""
         for step in range(self.directory.next_step, self.config.grpo.max_num_steps):
             before_step()
             record = self.step(step)
             self.progress.step_done(record)
 
     def step(self, step: int) -> dict[str, Any]:
-        """Does one GRPO step, and returns its line of metrics."""
+        """Does one GRPO step, and returns its record, which is a line of `metrics.jsonl`."""
         started = time.perf_counter()
         rollout = self.roll_out(step)
         if self.refresher is not None:
@@ -124,12 +130,12 @@ class GrpoRunner:
         return record
 
     def roll_out(self, step: int) -> StepRollout:
-        """Returns the responses on which a step trains."""
+        """Rolls out a step, and returns the responses on which the step trains."""
         with self.progress.rollout(step, self.config.grpo.samples_per_step) as on_finished:
             return self.source.roll_out(step, on_finished)
 
     def score(self, rollout: StepRollout) -> Scored:
-        """Computes rewards by rule, advantages within each group, and log-probs by the trainer's weights."""
+        """Computes rewards with the task's rule, advantages within each group, and log-probs under the trainer's weights."""
         requests = rollout.prompts.requests
         responses = [r.token_ids for r in rollout.rollouts]
         pad_id = self.tokenizer.pad_token_id
@@ -151,10 +157,10 @@ class GrpoRunner:
         return Scored(batch, rewards_B, inputs, logprob_s)
 
     def train(self, scored: Scored) -> tuple[dict[str, float], Scored]:
-        """Takes optimizer steps over the samples, `train_global_batch_size` at a time.
+        """Takes optimizer steps on the samples, with `train_global_batch_size` samples each.
 
         Returns:
-            Means of the steps' metrics, and the samples with log-probs by the weights before the steps.
+            The mean of each metric over the optimizer steps, and the samples with log-probs under the weights before them.
         """
         policy = self.config.policy
         results: list[dict[str, float]] = []
@@ -179,7 +185,7 @@ class GrpoRunner:
         self.policy.wait()
 
     def close(self) -> None:
-        """Ends the engines and keeps what they learned about draft methods, for a run to start from."""
+        """Ends the engines, and writes the decode speeds that they have learned to the run directory, for a resumed run."""
         if self.refresher is not None:
             self.refresher.close()
         self.source.close()
@@ -193,7 +199,7 @@ class GrpoRunner:
     # Parts of the start
 
     def _with_engine_memory(self, config: RunConfig) -> RunConfig:
-        """Returns a config whose engines leave room for the trainer on the GPU. Raises ConfigError if that is impossible."""
+        """Returns a config whose engines leave room for the trainer on the GPU. Raises ConfigError if the GPU is too small."""
         if self.device == CPU:
             return config
         policy = config.policy
@@ -222,7 +228,10 @@ class GrpoRunner:
         return kind(self.config, prompts, self.directory.ladder)
 
     def _start_policy(self) -> None:
-        """Builds the policy, and loads the checkpoint from which the run continues into policy and engines."""
+        """Builds the policy.
+
+        If the run continues from a checkpoint, the policy and the engines get the checkpoint's weights.
+        """
         facts = self.source.facts()
         self._began = facts.get("began") or None
         block = asdict(self.config.policy.generation.specrollout)
@@ -257,7 +266,7 @@ class GrpoRunner:
         return policy.logprobs(batch, self._temperature, micro_batch_tokens=tokens)
 
     def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout, scored: Scored) -> None:
-        """Writes the records first, then the checkpoint that makes them count."""
+        """Writes the records of a step, and then its checkpoint. A resumed run drops records of steps without a checkpoint."""
         block = self.config.policy.generation.specrollout
         self.directory.append(METRICS, record)
         self.directory.append("samples.jsonl", {"step": step, "samples": _sample_lines(rollout, scored, self.config)})
@@ -275,7 +284,7 @@ class GrpoRunner:
 
 
 def _with_learned_folder(config: RunConfig, directory: RunDirectory) -> RunConfig:
-    """Returns a config whose engines keep what they learn in the folder of the run, unless the block names another."""
+    """Returns a config whose engines keep what they learn in the run's folder, unless the block names another folder."""
     generation = config.policy.generation
     block = generation.specrollout
     block = replace(block, learned=directory.with_learned(block.learned))
@@ -283,7 +292,7 @@ def _with_learned_folder(config: RunConfig, directory: RunDirectory) -> RunConfi
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns the result of `work()` and its seconds."""
+    """Returns the result of `work()` and the seconds that it took."""
     started = time.perf_counter()
     return work(), time.perf_counter() - started
 
@@ -292,7 +301,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor:
-    """Returns the engine's log-probs at the positions of the batch, [B, T], and 0 outside the responses."""
+    """Returns the log-probs that the engine returned, placed at the tokens' positions in the batch, [B, T]. Others are 0."""
     result_BT = torch.zeros(batch.tokens_BT.shape)
     for row, (request, response) in enumerate(zip(rollout.prompts.requests, rollout.rollouts, strict=True)):
         start = len(request.prompt_token_ids)
@@ -301,7 +310,7 @@ def _generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tenso
 
 
 def _sample_lines(rollout: StepRollout, scored: Scored, config: RunConfig) -> list[dict[str, Any]]:
-    """Returns the samples of a line of `samples.jsonl` (docs/reference/metrics.md has every key)."""
+    """Returns the records of a step's samples for `samples.jsonl`. docs/reference/metrics.md explains every key."""
     rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
     return [
         {
@@ -321,7 +330,7 @@ def _sample_lines(rollout: StepRollout, scored: Scored, config: RunConfig) -> li
 def _step_record(
     step: int, rollout: StepRollout, scored: Scored, trained: dict[str, float], train_s: float, refit_s: float
 ) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl` (docs/reference/metrics.md has every key)."""
+    """Returns the record of a step for `metrics.jsonl`. docs/reference/metrics.md explains every key."""
     stats = rollout.stats
     gap = scored.gap_BT[scored.batch.response_mask_BT]
     lengths = [len(r.token_ids) for r in rollout.rollouts]
@@ -349,7 +358,10 @@ def _step_record(
 
 
 def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | None]:
-    """Returns the mean gap over the tokens of the step's own policy (None without any), but {} in a synchronous step."""
+    """Returns the metric `logprob_gap_on_policy` of an asynchronous step, and {} for a synchronous step.
+
+    It is the mean log-prob gap over the tokens that the step's own policy version sampled, or None if there are none.
+    """
     if rollout.num_older_B is None:
         return {}
     gaps = []
@@ -361,7 +373,7 @@ def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | No
 
 
 def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
-    """Returns sentences about what must not happen in a sound run."""
+    """Returns a sentence for each finding in a step's record that must not occur in a sound run."""
     found = []
     gap = record.get("logprob_gap_on_policy", record["logprob_gap"])
     if gap is not None and not gap <= logprob_gap_bound:  # NaN is an alarm too

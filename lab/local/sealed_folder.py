@@ -11,11 +11,11 @@ CHECKSUMS = "checksums.json"
 
 
 class DamagedFolder(ValueError):
-    """Raised for a folder whose files differ from what was written. The message names the file and the fault."""
+    """Error for a folder whose files differ from what was written. The message names the file and the fault."""
 
 
 def seal_folder(folder: Path) -> None:
-    """Writes `checksums.json` with size and SHA-256 of each file in `folder`. Everything is on disk when this returns."""
+    """Writes `checksums.json` with size and SHA-256 of each file in `folder`. When it returns, all files are on disk."""
     sums = {}
     for file in sorted(folder.iterdir()):
         sync(file)
@@ -24,7 +24,7 @@ def seal_folder(folder: Path) -> None:
 
 
 def check_seal(folder: Path) -> None:
-    """Raises DamagedFolder unless every file that `seal_folder` saw still has the same content. Reads all files."""
+    """Raises DamagedFolder unless all files that `seal_folder` has recorded still have the same content. Reads all of them."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in sums.items()}

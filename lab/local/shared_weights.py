@@ -8,20 +8,21 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 Packed = list[tuple[str, Any]]
-"""Hugging Face name, and a tensor on the CPU or a function with its arguments that opens a tensor on the GPU."""
+"""Weights as they are sent, each with its Hugging Face name. A weight is a tensor on the CPU, or a function with its arguments
+that opens a tensor on the GPU."""
 
 
 def packed(tensors: Iterable[tuple[str, torch.Tensor]], by_handle: bool) -> Packed:
-    """Returns what another process opens with `opened`.
+    """Returns weights in a form that can be sent to another process, which opens them with `opened`.
 
-    With `by_handle`, tensors on a GPU are not copied, because the other process reads them where they are. So they must live
+    With `by_handle`, tensors on a GPU are not copied, because the other process reads them in place. So they must not be freed
     until it has done so.
     """
     return [(name, reduce_tensor(t) if by_handle and t.is_cuda else t.cpu()) for name, t in tensors]
 
 
 def opened(weights: Packed) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors by name."""
+    """Yields the Hugging Face name and the tensor of each weight that `packed` has prepared."""
     for name, given in weights:
         if isinstance(given, torch.Tensor):
             yield name, given
@@ -31,6 +32,9 @@ def opened(weights: Packed) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def wait_for_gpu() -> None:
-    """Waits until the GPU has read what was opened, so that its owner may free it. Returns at once without a GPU."""
+    """Waits until the GPU has read the tensors from `opened`, so that their owner may free them.
+
+    Without a GPU, returns at once.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how fast each draft method decodes the task, for `specrollout-lab ladder`.
 
-Each method has an engine of its own. One engine works at a time, in short slices, so that other work on the machine disturbs
-all methods alike.
+Each method has its own engine. The engines work one at a time in short slices, so that other work on the machine disturbs all
+methods alike.
 """
 
 import itertools
@@ -26,19 +26,21 @@ from nemo_specrollout.stragglers.turn_engine import FEW_ATTEMPTS
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult, TurnWork
 
 WARM_UP_ROUNDS = 1
-"""Number of rounds that do not count, because kernels are compiled and draft boards learn in them."""
+"""Number of first rounds that are not measured, because kernels are compiled and draft boards learn in them."""
 _TURN_S = 0.1
-"""Seconds of a turn, after which new requests replace ended ones. With few requests, a turn ends with the first of them."""
+"""Seconds of an engine's turn, after which new requests take the places of those that have ended. With few requests, a turn
+ends when the first request ends."""
 _PROMPTS_APART = 1_000_000
-"""Distance in the task's list between the prompts of two batch sizes, which is more than are ever used."""
+"""Distance between the first prompts of two batch sizes in the task's list. No batch size uses so many prompts."""
 
 Method = tuple[str, ...]
 
 
 def methods_to_measure(block: SpecrolloutConfig) -> list[Method]:
-    """Returns the drafter types of each method that is worth measuring.
+    """Returns the drafter types of each draft method that is worth measuring.
 
-    These are each drafter alone, all drafters that may share an engine, the entries of `fastest_of_n.methods`, and no drafter.
+    These methods are each drafter alone, all drafters that can share an engine, the entries of `fastest_of_n.methods`, and
+    plain decoding, which has no drafter.
     """
     types = [d.type for d in block.drafters]
     alone: list[Method] = [(name,) for name in types]
@@ -52,16 +54,17 @@ def methods_to_measure(block: SpecrolloutConfig) -> list[Method]:
 
 
 def batches_up_to(most: int) -> list[int]:
-    """Returns the powers of two and the largest size in `SIZES`, up to `most`."""
+    """Returns the batch sizes to measure. They are powers of two, and the largest size in `SIZES` that is at most `most`."""
     largest = max(size for size in SIZES.tolist() if size <= max(most, 1))
     return sorted({2**i for i in range(int(math.log2(largest)) + 1)} | {largest})
 
 
 @dataclass
 class Stream:
-    """A run's requests for one method, in their order, of which `batch` are running at a time.
+    """The requests that an engine decodes for one batch size, of which `batch` are running at a time.
 
-    A slice continues the requests of the slice before from their tokens so far, so that responses of all lengths are measured.
+    A slice continues the requests of the previous slice from their tokens so far, so responses of all lengths are measured.
+
     Invariant: no request comes twice, because drafters would remember its response.
     """
 
@@ -71,13 +74,13 @@ class Stream:
     """Running requests, with their tokens so far as the prefix."""
 
     def fill(self) -> list[tuple[int, RolloutRequest]]:
-        """Returns new requests for the free places."""
+        """Fills the batch, and returns the new requests, each with its number."""
         new = list(itertools.islice(self.requests, self.batch - len(self.under_way)))
         self.under_way.update(new)
         return new
 
     def take(self, result: TurnResult) -> None:
-        """Adds the tokens of a turn and drops the requests that ended."""
+        """Adds the tokens of a turn to their requests, and removes the requests that have ended."""
         for name, (tokens, _) in result.parts.items():
             request = self.under_way[name]
             self.under_way[name] = replace(request, prefix_token_ids=(*request.prefix_token_ids, *tokens))
@@ -86,7 +89,7 @@ class Stream:
 
 
 class SpeedTableBench:
-    """Owns an engine for each method, the streams of requests, and the measurements."""
+    """Measures the decode speed of each draft method. Owns an engine for each method, the requests, and the measurements."""
 
     def __init__(self, config: RunConfig, methods: Sequence[Method], batches: Sequence[int], task: Task) -> None:
         """Starts the engines. Raises ConfigError for what vLLM refuses."""
@@ -101,11 +104,14 @@ class SpeedTableBench:
         pairs = list(itertools.product(self._engines, self.batches))
         self._streams = {(e, b): Stream(b, _requests(config, self.batches.index(b), task)) for e, b in pairs}
         self._decoded = {pair: (0, 0.0) for pair in pairs}
-        """Numbers of tokens and their seconds, by engine and batch size."""
+        """Number of decoded tokens and the seconds of all requests for them, by engine and batch size."""
         self._prefilled = 0, 0.0
 
     def measure(self, num_rounds: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """Measures each method and batch size for `slice_s` seconds per round. `on_slice` receives the slice's name."""
+        """Measures each draft method and batch size for `slice_s` seconds per round.
+
+        After each slice, it calls `on_slice` with the slice's name.
+        """
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
         self._decoded = {pair: (0, 0.0) for pair in self._decoded}
         self._prefilled = (0, 0.0)
@@ -114,7 +120,10 @@ class SpeedTableBench:
         self._after = self.pool.ask_each("counters")
 
     def ladder(self, task: str) -> SpeedTableFile:
-        """Returns the measurements, for `task` and for any task, because a local run has only one task."""
+        """Returns the measurements as a decode-speed table, with rows for `task` and the same rows for any task.
+
+        A local run has only one task, so the two do not differ.
+        """
         own = [self._rung(task, engine) for engine in self._engines]
         own.sort(key=lambda rung: -rung.tokens_per_s[0])
         rungs = (*own, *(replace(rung, task=ANY_TASK) for rung in own))
@@ -134,7 +143,7 @@ class SpeedTableBench:
         return SpeedRow(task, name, tuple(self.batches), speeds, weights_s, accepted / verified if verified else 0.0)
 
     def _slices(self, first: int, count: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """Does the slices of some rounds. Each round begins with another method."""
+        """Measures all methods and batch sizes once in each of `count` rounds. Each round begins with another method."""
         for number, batch in itertools.product(range(first, first + count), self.batches):
             for i in self._engines:
                 engine = (i + number) % len(self._engines)
@@ -142,7 +151,7 @@ class SpeedTableBench:
                 on_slice(f"{self.pool.method_name(engine)}, batch {batch}")
 
     def _slice(self, engine: int, batch: int, slice_s: float) -> None:
-        """Does one slice, whose first turn only computes the texts of its requests and so measures prefill."""
+        """Measures one slice. Its first turn only computes the KV cache of the requests' texts, so it measures prefill."""
         stream = self._streams[engine, batch]
         stream.fill()
         opening = self._turn(engine, stream, TurnOrders(tuple(stream.under_way.items())))
@@ -168,7 +177,7 @@ class SpeedTableBench:
 
 
 def _requests(config: RunConfig, number: int, task: Task) -> Iterator[tuple[int, RolloutRequest]]:
-    """Yields the endless list of a batch size's requests, each with a number of its own."""
+    """Yields an endless list of requests for one batch size, each with a number of its own."""
     num_samples = config.grpo.num_generations_per_prompt
     for index in itertools.count(number * _PROMPTS_APART):
         ids: Any = task.encode(task.problems(config.grpo.seed, 1, index)[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of rollouts, from the engine stats (`RolloutEngine.stats`) at their beginning and end."""
+"""Statistics of rollouts, computed from engine stats (`RolloutEngine.stats`) at the beginning and at the end of a rollout."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -16,43 +16,44 @@ from nemo_specrollout.telemetry.engine_stats import EngineTotals
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """A measured rollout."""
+    """Statistics of one rollout, whose counts are sums over engines."""
 
     seconds: float
     num_tokens: int
     num_engine_steps: int
     num_request_steps: int
-    """Number of requests, summed over the engine steps."""
+    """Sum over all engine steps of the number of requests in the step."""
     plain_estimate_s: float | None
-    """Estimated seconds without speculation, or None if the engine has learned no step times."""
+    """Seconds that the rollout would have taken without speculation, by estimate, or None if the engine has learned no step
+    times."""
     host_s: float
-    """Seconds of our own code on the host, within steps."""
+    """Seconds that our own code took on the host during engine steps."""
     num_draft_tokens: int
     num_steps_with_drafts: int
     proposed: dict[str, list[int]]
-    """Verified draft tokens by drafter and position."""
+    """Numbers of verified draft tokens, by drafter and draft position."""
     accepted: dict[str, list[int]]
-    """Accepted draft tokens by drafter and position."""
+    """Numbers of accepted draft tokens, by drafter and draft position."""
     trace: dict[str, Any]
-    """Line of `trace.jsonl`."""
+    """Line of `trace.jsonl`, which has every engine step."""
     head_is_dormant: bool | None = None
-    """None without a drafter with weights."""
+    """Whether the drafter with weights is dormant, or None without such a drafter."""
     drafter_stats: dict[str, Any] | None = None
     """Metrics of remote drafters, or None without any."""
     tail: dict[str, Any] | None = None
     """Metrics of moves and races, or None with one engine."""
     engine_s: tuple[float, ...] = ()
-    """Seconds of steps of each engine. Empty with one engine."""
+    """Seconds that each engine spent in engine steps. Empty with one engine."""
     draft_s: float = 0.0
-    """Seconds of a drafter with weights within steps, as a mean over engines."""
+    """Seconds that a drafter with weights took during engine steps. With several engines this is their mean."""
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of tokens of a request in an engine step, 1 without speculation or without a step."""
+        """Mean number of tokens that a request gets in an engine step. It is 1 without speculation or without any step."""
         return self.num_tokens / self.num_request_steps if self.num_request_steps else 1.0
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the rollout's part of a line of `metrics.jsonl`."""
+        """Returns the metrics of the rollout, which are a part of a line of `metrics.jsonl`."""
         plain_s = self.plain_estimate_s
         optional: dict[str, Any] = {
             "head_dormant": None if self.head_is_dormant is None else int(self.head_is_dormant),
@@ -80,7 +81,7 @@ class RolloutStats:
 
 
 def stock_stats(rollouts: Sequence[Rollout], seconds: float, num_engine_steps: int) -> RolloutStats:
-    """Returns the statistics of an engine without our worker, which has no stats and drafts nothing."""
+    """Returns the statistics of a rollout by an engine with vLLM's own worker, which counts nothing and never drafts."""
     tokens = sum(len(r.token_ids) for r in rollouts)
     return RolloutStats(seconds, tokens, num_engine_steps, tokens, None, 0.0, 0, 0, {}, {}, {"columns": [], "rows": []})
 
@@ -88,7 +89,7 @@ def stock_stats(rollouts: Sequence[Rollout], seconds: float, num_engine_steps: i
 def rollout_stats(
     before: EngineStats, after: EngineStats, rollouts: Sequence[Rollout], seconds: float, max_num_seqs: int
 ) -> RolloutStats:
-    """Returns the statistics of an engine that generated `rollouts` in `seconds` between two of its stats."""
+    """Returns the statistics of an engine that generated `rollouts` in `seconds`, from its stats `before` and `after`."""
     num_requests = after.trace.column("num_requests")
     num_rows = after.trace.column("num_rows")
     decode_s = float((after.trace.column("seconds") * after.trace.column("is_decode")).sum())
@@ -123,10 +124,11 @@ def fleet_stats(
     seconds: float,
     max_num_seqs: int,
 ) -> RolloutStats:
-    """Returns the statistics of several engines that work at the same time, from their stats by engine.
+    """Returns the statistics of several engines that work at the same time, from the stats of each `before` and `after`.
 
-    Counts are sums, `host_s` is the engines' mean, and the trace has one part for each engine. The plain estimate assumes that
-    requests stay in the engines of `shards`, and is that of the last engine to end.
+    Counts are sums over engines, `host_s` and `draft_s` are means, and the trace has one part for each engine. The estimate
+    without speculation assumes that each request stays in the engine that `shards` names, and is that of the engine that ends
+    last.
     """
     parts = {}
     for engine, now in after.items():
@@ -153,10 +155,10 @@ def fleet_stats(
 
 
 def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], max_num_seqs: int) -> RolloutStats:
-    """Returns the statistics of engines whose rollouts overlap, over their steps for whichever requests.
+    """Returns the statistics of engines whose rollouts overlap, from all of their engine steps between `before` and `after`.
 
-    `seconds` are those spent in steps, and the estimate is the time of their tokens at one per step. Both are means over
-    engines.
+    `seconds` is the time that an engine spent in steps, as a mean over engines. The estimate without speculation is the time
+    of as many tokens with one token per request and step, also as a mean over engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = [None if now.plain_step_s is None else np.array(now.plain_step_s) for now in after.values()]
@@ -169,19 +171,22 @@ def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStat
 
 
 def draft_counts(before: EngineStats, after: EngineStats) -> tuple[int, int]:
-    """Returns the numbers of verified and of accepted draft tokens between two stats of an engine."""
+    """Returns how many draft tokens an engine has verified and how many it has accepted between two of its stats."""
     return after.num_proposed - before.num_proposed, after.num_accepted - before.num_accepted
 
 
 def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
-    """Returns the number of tokens that are equal at their positions, and the total length of the longer responses."""
+    """Returns how many tokens are equal at the same positions of two lists of responses, and how many were compared.
+
+    Of two responses to a request, the length of the longer one counts as compared.
+    """
     pairs = [(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))
     return equal, sum(max(len(a), len(b)) for a, b in pairs)
 
 
 def _difference(before: EngineStats, after: EngineStats, key: str) -> dict[str, list[int]]:
-    """Returns counts by drafter and position."""
+    """Returns by how much the counts named `key` have grown, by drafter and draft position."""
     counts = zip(after.drafters, getattr(after, key), getattr(before, key), strict=True)
     return {name: np.subtract(now, then).tolist() for name, now, then in counts}
 
@@ -200,9 +205,10 @@ def _drafter_stats(before: EngineStats, after: EngineStats) -> dict[str, Any] | 
 
 
 def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
-    """Returns the number of requests in each decode step, int64, if responses of these lengths get one token per step.
+    """Returns the number of requests in each decode step, int64, if each request gets one token per step.
 
-    A request's first token costs no decode step. At most `max_num_seqs` requests run at a time, in the given order.
+    `lengths` are the response lengths. The first token of a request comes from its prefill, so it needs no decode step. At
+    most `max_num_seqs` requests run at a time, and they start in the given order.
     """
     running: list[int] = []
     spans = []
@@ -218,9 +224,10 @@ def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
 
 
 def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
-    """Returns the estimated seconds of a plain rollout with these response lengths.
+    """Returns the estimated seconds of a rollout without speculation, for responses of these lengths.
 
-    `plain_step_s[b]` is the time of a decode step of b requests, and `other_s` the time outside decode steps (prefill, start).
+    `plain_step_s[b]` are the seconds of a decode step of b requests. `other_s` are the seconds outside of decode steps, such
+    as those of prefill.
     """
     batches = plain_batch_sizes(lengths, max_num_seqs)
     return other_s + float(np.asarray(plain_step_s)[batches].sum())

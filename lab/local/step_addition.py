@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's task, which is to add 2 to 16 numbers step by step. Problems come from a seed, and a rule gives the reward.
 
-A small random grammar writes worked responses from left to right. They repeat themselves no more than an LLM's text does, as
-n-gram drafting gains less here than papers report (docs/get-started/local.md). So the task does not favour drafters. This
-module does not import torch, and imports transformers only in `build_tokenizer`.
+A small random grammar writes worked responses from left to right. The task does not favour drafters, because its responses
+repeat themselves no more than an LLM's text does. N-gram drafting even gains less here than papers report
+(docs/get-started/local.md). This module does not import torch, and imports transformers only in `build_tokenizer`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 MIN_TERMS, MAX_TERMS = 2, 16
 """Fewest and most terms of a sum."""
 MAX_TERM = 30
-"""Largest term."""
+"""Largest term of a sum."""
 MEDIAN_TERMS = 5.0
-"""Median of the log-normal number of terms."""
+"""Median of the number of terms, which has a log-normal distribution."""
 TERMS_SPREAD = 0.6
 """Standard deviation of the logarithm of the number of terms."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""Step between the quantiles of neighbouring problems."""
+"""Difference between the quantiles of difficulty of two successive problems, modulo 1."""
 VOCAB_MULTIPLE = 32
-"""The vocabulary is padded to a multiple of this size."""
+"""Divisor of the vocabulary's size, which is made a multiple of it by unused tokens."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 
 # `{a}` is the sum so far, `{t}` the term, `{s}` the new sum, `{rest}` the terms that are left.
@@ -67,7 +67,7 @@ GRAMMAR: dict[str, dict[str, float]] = {
     "closing": {"": 5, " that was the last one .": 2, " all done .": 2, " nothing is left , so the total is {s} .": 1},
 }  # fmt: skip
 HABIT = 0.75
-"""Probability that a writer expands a symbol as it did before in the same response."""
+"""Probability that a writer expands a symbol in the same way as before in the same response."""
 SLIP_RATE = 0.25
 """Probability that a quick writer gets a sum wrong."""
 PROMPT = "please add {terms} . work step by step ."
@@ -77,14 +77,15 @@ _ANSWER = re.compile(r"answer\s*:\s*([0-9](?:\s*[0-9])*)")
 _SYMBOL = re.compile(r"<(\w+)>")
 
 Grammar = Mapping[str, Mapping[str, float]]
-"""Expansions of each symbol and their odds. `<symbol>` in an expansion is expanded, and `{name}` is filled in at the end."""
+"""Possible expansions of each symbol with their odds. A `<symbol>` in an expansion is itself expanded, and a `{name}` is
+replaced by its value at the end."""
 
 
 class Writer:
-    """Writes the sentences of one response by a grammar.
+    """Writes the sentences of one response with a random grammar.
 
-    With probability `habit`, a writer expands a symbol as it did the last time. The responses of two writers differ more
-    than two sentences of one writer do, as with people and with language models.
+    With probability `habit`, a writer expands a symbol as it did the last time. So two responses differ more from each other
+    than two sentences of the same response, as with people and with language models.
     """
 
     def __init__(self, grammar: Grammar, rng: random.Random, habit: float) -> None:
@@ -94,7 +95,10 @@ class Writer:
         self._last: dict[str, str] = {}
 
     def write(self, symbol: str, **values: object) -> str:
-        """Returns a sentence of `symbol`. An expansion that names `{rest}` is left out where `rest` is empty."""
+        """Returns a sentence that expands `symbol`, with `values` filled in.
+
+        If `rest` is empty, expansions that name it are not used.
+        """
         return self._expand(symbol, bool(values.get("rest"))).format(**values)
 
     def _expand(self, symbol: str, has_rest: bool) -> str:
@@ -124,10 +128,10 @@ class Problem:
 
 
 def _make_problem(seed: int, index: int, max_terms: int) -> Problem:
-    """Returns problem `index` of the seed's endless list. The number of terms is log-normal, each term uniform.
+    """Returns problem `index` of the endless list that belongs to a seed.
 
-    Neighbours in the list are spread evenly over the difficulties (a golden-ratio sequence of quantiles), so that the
-    rewards of two steps can be compared.
+    The number of terms is log-normal, and each term is uniform. The difficulties of successive problems are spread evenly, by
+    a golden-ratio sequence of quantiles, so that the rewards of two steps can be compared.
     """
     quantile = (random.Random(str(seed)).random() + index * GOLDEN_RATIO) % 1.0
     deviation = NormalDist().inv_cdf(min(max(quantile, 1e-9), 1 - 1e-9))
@@ -137,15 +141,18 @@ def _make_problem(seed: int, index: int, max_terms: int) -> Problem:
 
 
 def make_problems(seed: int, num: int, start: int = 0, max_terms: int = MAX_TERMS) -> list[Problem]:
-    """Returns problems `start` to `start + num - 1` of the seed's list, which is the same in every process."""
+    """Returns problems `start` to `start + num - 1` of the list that belongs to a seed.
+
+    The list is the same in every process.
+    """
     return [_make_problem(seed, start + i, max_terms) for i in range(num)]
 
 
 def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) -> str:
-    """Returns a worked response: partial sums from left to right in random wording.
+    """Returns a worked response, which gives partial sums from left to right in random wording.
 
-    A careful writer always ends with the right answer. A quick writer begins in another way, makes a mistake now and then,
-    and continues from the wrong sum.
+    A careful writer always ends with the right answer. A quick writer begins with other words, sometimes adds wrongly, and
+    continues from the wrong sum.
     """
     sums = _sums(problem.terms, rng, SLIP_RATE if is_quick else 0.0)
     writer = Writer(GRAMMAR, rng, HABIT)
@@ -158,7 +165,10 @@ def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) 
 
 
 def _sums(terms: Sequence[int], rng: random.Random, slip_rate: float) -> list[int]:
-    """Returns the sum after each term, which a mistake makes slightly too large or too small."""
+    """Returns the partial sum after each term.
+
+    With probability `slip_rate` for each term, a sum is slightly too large or too small.
+    """
     sums = [terms[0]]
     for term in terms[1:]:
         slip = rng.choice((-10, -2, -1, 1, 2, 10)) if rng.random() < slip_rate else 0
@@ -167,9 +177,10 @@ def _sums(terms: Sequence[int], rng: random.Random, slip_rate: float) -> list[in
 
 
 def reward(problem: Problem, response: str) -> float:
-    """Returns 1.0 if the last answer in `response` is right, and otherwise 0.0. Any text may surround the answer.
+    """Returns 1.0 if the last answer in `response` is right, and otherwise 0.0.
 
-    Blanks between digits are allowed ("answer : 4 4"), because a decoder may leave them there.
+    An answer has the form "answer : 44", and any text may surround it. Blanks between digits are allowed ("answer : 4 4"),
+    because a decoder may leave them there.
     """
     stated = _ANSWER.findall(response)
     if not stated:
@@ -179,7 +190,7 @@ def reward(problem: Problem, response: str) -> float:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each word and digit, whose vocabulary is the grammar's."""
+    """Returns a tokenizer with one token for each digit and for each word of the grammar."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -207,18 +218,21 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Returns the prompt's token ids, which start with begin-of-sequence."""
+    """Returns the token ids of a problem's prompt, which start with begin-of-sequence."""
     return list(tokenizer(problem.prompt)["input_ids"])
 
 
 def reward_of_ids(problem: Problem, response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> float:
-    """Returns the `reward` of token ids, which may include end-of-sequence and padding."""
+    """Returns the `reward` of a response given as token ids, which may include end-of-sequence and padding."""
     return reward(problem, str(tokenizer.decode(list(response_ids), skip_special_tokens=True)))
 
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """Returns every token in the order of ids: special tokens, digits, words in alphabetical order, unused tokens."""
+    """Returns every token in the order of ids.
+
+    These are special tokens, digits, words in alphabetical order, and unused tokens.
+    """
     texts = [PROMPT, ANSWER, "+", *(text for expansions in GRAMMAR.values() for text in expansions)]
     words = sorted({word for text in texts for word in re.sub(r"<\w+>|\{\w+\}", " ", text).split()})
     known = [PAD, BOS, EOS, UNK, *"0123456789", *words]
@@ -226,7 +240,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 class StepAddition:
-    """The task of a run (`tasks.Task`)."""
+    """The demo's task in the form that a run needs (`tasks.Task`)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_terms: int) -> None:
         self._tokenizer = tokenizer

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's rollout, with its prompts, its responses, their cost, the check of their tokens, and the engines' interface."""
+"""The rollout of a training step, with its prompts, its responses and their statistics.
+
+The module also checks some tokens of a rollout, and defines the interface of the engines of a run (`RolloutSource`).
+"""
 
 import math
 import time
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """The problems of a step and the requests for them, one problem for each request."""
+    """The requests of a training step, and the problem of each request in the same order."""
 
     problems: list[Any]
     requests: list[RolloutRequest]
@@ -32,7 +35,7 @@ class StepPrompts:
 
 @dataclass(frozen=True)
 class StepRollout:
-    """The responses of a step, in the order of its requests, with raw counts."""
+    """The responses of a training step in the order of its requests, with statistics."""
 
     prompts: StepPrompts
     rollouts: list[Rollout]
@@ -42,19 +45,22 @@ class StepRollout:
     tokens_checked: int = 0
     """Number of tokens that were decoded again without speculation."""
     tokens_equal: int = 0
-    """Number of checked tokens that were the same."""
+    """Number of checked tokens that were the same without speculation."""
     verify_s: float = 0.0
-    """Seconds of the check."""
+    """Seconds that the check of tokens took."""
     figures: dict[str, Any] = field(default_factory=dict)
     """Further metrics of the step."""
     num_older_B: list[int] | None = None
-    """Number of tokens of each response that policies older than the step's have made, or None where there are none."""
+    """Number of tokens of each response that policies older than the step's have sampled, or None in a synchronous step."""
     timeline: dict[str, Any] | None = None
     """Line of `timeline.jsonl`, or None with one engine."""
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Returns the tokenizer in a Hugging Face folder. One without a pad token, such as Llama 3's, pads with its EOS."""
+    """Returns the tokenizer in a Hugging Face folder.
+
+    A tokenizer without a pad token, such as Llama 3's, pads with its EOS token.
+    """
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
@@ -64,7 +70,10 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
-    """Returns the prompts of a step, which depend only on the run's seed and the step. The policy's version is the step."""
+    """Returns the problems and requests of a step.
+
+    They depend only on the config and the step, which is also the policy version.
+    """
     grpo = config.grpo
     first = step * grpo.num_prompts_per_step
     problems = task.problems(grpo.seed, grpo.num_prompts_per_step, first)
@@ -84,7 +93,7 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
 def check_tokens(
     rollout: StepRollout, generate: Callable[[list[RolloutRequest]], list[Rollout]], config: RunConfig
 ) -> StepRollout:
-    """Decodes some requests again without speculation, and returns the rollout with the counts of equal tokens."""
+    """Decodes some requests again without speculation, and returns the rollout with the number of tokens that are equal."""
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     requests = rollout.prompts.requests
@@ -96,7 +105,7 @@ def check_tokens(
 
 
 class MeasuredRollout:
-    """A rollout by one engine with a clock, which runs only while the rollout is advanced."""
+    """A rollout by one engine, with a clock that runs only while the rollout is advanced."""
 
     def __init__(
         self,
@@ -120,16 +129,16 @@ class MeasuredRollout:
 
     @property
     def seconds(self) -> float:
-        """Seconds on the clock."""
+        """Seconds in which the rollout has been advanced so far."""
         return self._seconds + (0.0 if self._turn_since is None else time.perf_counter() - self._turn_since)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the responses so far. This is slow, so do not call it at every step."""
+        """Number of tokens that all responses have so far. Reading it is slow, so do not do it at every engine step."""
         return self._generation.num_tokens
 
     def advance(self, seconds: float = math.inf) -> None:
-        """Continues for about `seconds`, or until everything is done."""
+        """Continues the rollout for about `seconds`, or until all responses have ended."""
         self._engine.stood_still(time.perf_counter() - self._rested_since)
         self._turn_since = time.perf_counter()
         self._generation.advance(seconds)
@@ -148,49 +157,58 @@ class MeasuredRollout:
 
 
 Prompts = Callable[[int], StepPrompts]
-"""Function that returns the prompts of a step."""
+"""Function that returns the problems and requests of a training step."""
 
 
 class RolloutSource(Protocol):
-    """A source of rollouts, which is one engine, a fleet, or a fleet that works while the policy is trained."""
+    """Interface of what rolls out the steps of a run, which is one engine or a fleet of engines."""
 
     def facts(self) -> Mapping[str, str | bool]:
-        """Returns the engines' settings in force, such as vLLM's version, model runner, scheduling and CUDA graph mode."""
+        """Returns the settings that are in force in the engines, such as vLLM's version, model runner and CUDA graph mode."""
 
     def begin(self, steps: range) -> None:
-        """Starts the steps of a run when the engines have the policy's weights. By default, a step starts when requested."""
+        """Tells the source which steps the run will do, once the engines have the policy's weights.
+
+        A source may begin to generate for them at once. By default it generates only in `roll_out`.
+        """
         return None
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Returns the responses on which a step trains. `on_finished` receives the number of finished ones as it grows."""
+        """Returns the responses on which a step trains.
+
+        Calls `on_finished` with the number of finished responses as it grows.
+        """
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replaces the weights of all engines, by Hugging Face name."""
+        """Replaces the weights of all engines by `tensors`, which have Hugging Face names."""
 
     def complete(self, rollout: StepRollout) -> StepRollout:
-        """Returns the step's rollout with all statistics, after the new weights were loaded."""
+        """Returns the step's rollout with complete statistics. Called after the engines have loaded the new weights."""
         return rollout
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Replaces the EAGLE-3 head (`RolloutEngine.load_head`)."""
 
     def take_features(self) -> "list[SequenceFeatures]":
-        """Returns the features captured since the last call, for the training of a head."""
+        """Returns the features that engines have captured since the last call, for the training of a head."""
 
     def capture_seconds(self) -> float:
-        """Returns the seconds of the engine that capturing features has taken since the start."""
+        """Returns the seconds of engine time that capturing features has taken since the start."""
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms of canaries, and about what is kept for later starts, since the last call."""
+        """Returns the alarms since the last call.
+
+        They come from heads' canaries and from files that are kept for later starts.
+        """
 
     def keep_learned(self) -> None:
-        """Lets the engines keep what they have learned, for later starts. Call it between two steps."""
+        """Lets the engines write what they have learned to files, for later starts. Call it between two training steps."""
 
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each process that died since the last call."""
 
     def ladder_file(self) -> SpeedTableFile | None:
-        """Returns the decode speeds that were learned, or None where nothing was learned."""
+        """Returns the decode speeds that were learned as the content of a file, or None if there are none."""
         return None
 
     def close(self) -> None:
@@ -210,12 +228,15 @@ class LocalEngine(RolloutEngine, RolloutSource):
         return check_tokens(self._rolled_out(step, on_finished), self.generate, self._run_config)
 
     def _rolled_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Returns the responses of a step before any of them is checked."""
+        """Rolls out a step and returns its responses, without a check of their tokens."""
         prompts = self._prompts(step)
         measured = MeasuredRollout(self, prompts.requests, on_finished)
         measured.advance()
         return StepRollout(prompts, *measured.result(), self.take_sample_stats(prompts.requests))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int = 0) -> None:
-        """Replaces the weights, by Hugging Face name. The policy version is not needed, because each request has its own."""
+        """Replaces the weights by `tensors`, which have Hugging Face names.
+
+        The policy version is not used, because each request names its own.
+        """
         super().load_weights(tensors)

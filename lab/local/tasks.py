@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a local run, with their interface, the one that a config names, problems of `reasoning-gym`, and free text.
+"""The tasks of a local run, which are problems of `reasoning-gym` and free text, and the interface of all tasks.
 
-The demo's task is in `step_addition`.
+The demo's own task is in `step_addition`.
 """
 
 import hashlib
@@ -19,30 +19,34 @@ if TYPE_CHECKING:
     from lab.local.run_sections import DataConfig, TaskConfig
 
 ENDLESS = 2**31
-"""Size of most datasets of `reasoning-gym`, which make a problem only when it is requested."""
+"""Size with which most datasets of `reasoning-gym` are made. They make a problem only when it is requested."""
 PART = 500
-"""Number of problems in a part, for tasks whose list consists of many datasets, one after another."""
+"""Number of problems in each dataset of a task in `TASKS_IN_PARTS`. The problems of such a task come from many datasets, one
+after another."""
 TASKS_IN_PARTS = ("acre", "gsm_symbolic", "list_functions", "pool_matrix", "word_ladder")
-"""Tasks for which a dataset of size `ENDLESS` is not possible.
-
-Three of them do work for every problem when a dataset is made. `word_ladder` refuses more than 20,000 problems, and
-`pool_matrix` needs seeds below 2**32.
-"""
+"""Tasks that cannot have a dataset of size `ENDLESS`. Three of them compute every problem when a dataset is made.
+`word_ladder` refuses more than 20,000 problems, and `pool_matrix` needs seeds below 2**32."""
 
 
 class Task(Protocol):
-    """A source of problems with its reward. A problem depends only on the seed and its index. Only its task reads it."""
+    """Interface of a task, which makes problems and rewards responses to them.
+
+    A problem depends only on the seed and its index. Only the task that has made a problem knows its content.
+    """
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[Any]:
-        """Returns problems `start` to `start + num - 1` of the seed's endless list, which is the same in every process."""
+        """Returns problems `start` to `start + num - 1` of the endless list of a seed.
+
+        The list is the same in every process.
+        """
         ...
 
     def encode(self, problem: Any) -> list[int]:
-        """Returns the prompt's token ids. The first token of a response follows the last of them."""
+        """Returns the token ids of a problem's prompt, after which the response begins."""
         ...
 
     def reward(self, problem: Any, response_ids: Sequence[int]) -> float:
-        """Returns the reward of a response, from 0 to 1. Any token ids have a reward."""
+        """Returns the reward of a response, from 0 to 1. The response may be any list of token ids."""
         ...
 
 
@@ -56,14 +60,14 @@ def build_task(data: "DataConfig", tokenizer: "PreTrainedTokenizerFast") -> Task
 
 
 def task_name(data: "DataConfig", problem: Any) -> str:
-    """Returns the name of a problem's task, as `tasks_without_drafts` names it."""
+    """Returns the name of a problem's task, which is the name that `tasks_without_drafts` uses."""
     return problem.task if isinstance(problem, GymProblem) else data.dataset_name
 
 
 def encode_chat(tokenizer: "PreTrainedTokenizerFast", user: str, system: str | None = None) -> list[int]:
-    """Returns the token ids of one user message by the model's chat template, ready for a response.
+    """Returns the token ids of a chat with one user message in the model's chat template, after which the response begins.
 
-    `system` is the system prompt. With None the template uses its own, if it has one.
+    `system` is the system prompt. With None, the template uses its own, if it has one.
     """
     messages = [{"role": "user", "content": user}]
     if system is not None:
@@ -76,7 +80,10 @@ def encode_chat(tokenizer: "PreTrainedTokenizerFast", user: str, system: str | N
 
 
 def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
-    """Makes one problem of each task. Raises ConfigError if a task or option is unknown, or if the package is missing."""
+    """Makes one problem of each task, as a check.
+
+    Raises ConfigError if a task or an option is unknown, or if the package is missing.
+    """
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -98,7 +105,7 @@ def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
 
 
 def _create_dataset(task: "TaskConfig", seed: int) -> Any:
-    """Returns a dataset of `task`, which has all problems of the seed or one part of them."""
+    """Returns a dataset of `task` with an endless list of problems, or with `PART` problems for tasks in `TASKS_IN_PARTS`."""
     import reasoning_gym
 
     size = PART if task.name in TASKS_IN_PARTS else ENDLESS
@@ -107,7 +114,7 @@ def _create_dataset(task: "TaskConfig", seed: int) -> Any:
 
 @dataclass(frozen=True)
 class GymProblem:
-    """One problem of the task `task`, with the dataset that scores it and its entry there."""
+    """A problem of the task `task`, with the dataset that can score answers to it, and its entry in the dataset."""
 
     task: str
     dataset: Any
@@ -119,19 +126,25 @@ class GymProblem:
 
 
 class ReasoningGymTask:
-    """Problems of `reasoning-gym` mixed by weight, in the chat template, with its scorers as the reward."""
+    """Problems of several tasks of `reasoning-gym`, mixed by weight, with the package's own scores as the reward.
+
+    Prompts are in the model's chat template.
+    """
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerFast", tasks: "Sequence[TaskConfig]", system_prompt: str | None = None
     ) -> None:
-        """`system_prompt` is a text, the name of a prompt of `reasoning-gym`, or None for the chat template's own."""
+        """Makes the task.
+
+        `system_prompt` is a text, the name of a prompt of `reasoning-gym`, or None for the chat template's.
+        """
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         self._tokenizer = tokenizer
         self._tasks = {task.name: task for task in tasks}
         self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
         self._datasets: dict[tuple[int, str], tuple[int, Any]] = {}
-        """Number and dataset of the latest part, by seed and task."""
+        """Number of the latest part and its dataset, by seed and task."""
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[GymProblem]:
         weights = [task.weight for task in self._tasks.values()]
@@ -147,7 +160,10 @@ class ReasoningGymTask:
         return encode_chat(self._tokenizer, problem.prompt, self._system_prompt)
 
     def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
-        """Returns the task's own score, from 0 to 1, of the text in the last `<answer>...</answer>`, or 0 without one."""
+        """Returns the score of the answer, from 0 to 1, which is the text in the last `<answer>...</answer>`.
+
+        It is 0 without one.
+        """
         from reasoning_gym.utils import extract_answer
 
         text = str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of a local run's coming steps, which engines make early (`run_ahead`)."""
+"""Texts that engines of a local run make ahead for coming steps (`run_ahead`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,14 +21,14 @@ from nemo_specrollout.run_ahead.texts import TextsAhead
 
 
 class TextsInFlight:
-    """Plans which requests engines may start early. Owns their texts between two phases of an engine.
+    """Plans which requests of coming steps the engines may start early. Owns the texts while no engine works on them.
 
-    A text is kept from the phase in which it was started until its step has been rolled out. A step of the run is the policy
-    version of its requests.
+    A text is kept until its training step has been rolled out. The policy version of a step's requests is the number of the
+    step.
     """
 
     def __init__(self, config: RunConfig, prompts: Prompts) -> None:
-        """`prompts` gives the prompts of any step of the run."""
+        """Keeps no texts at first. `prompts` returns the problems and requests of any step of the run."""
         chosen = config.policy.generation.specrollout.run_ahead
         assert chosen is not None
         self._engine_seed = config.grpo.seed
@@ -39,22 +39,26 @@ class TextsInFlight:
         self._kept = KeptUpdates(self._coming, learned, config.policy.model_name)
 
     def begin(self, steps: range) -> None:
-        """Sets the steps of the run, because no others are started. A resumed run begins with what it has kept."""
+        """Sets the steps of the run, outside of which no text is made.
+
+        A resumed run begins with what an earlier start has kept.
+        """
         self._steps = steps
         self._kept.begin(resumes=steps.start > 0)
 
     def plans(self, step: int, num_engines: int) -> list[AheadPlan]:
-        """Returns what each engine may start while `step` is rolled out, the next step's requests first.
+        """Returns for each engine which requests it may start while `step` is rolled out. Those of the next step come first.
 
-        Requests whose texts could not be drafts are left out. Each step is divided among the engines separately, because its
-        requests come before those of later steps. Samples of a prompt stay together, because they share its KV cache.
+        Requests whose texts could not be used as drafts are left out. The requests of each step are divided among all engines,
+        because they come before those of later steps. Samples of a prompt go to the same engine, because they share the KV
+        cache of the prompt.
         """
         coming = range(step + 1, step + 1 + self._coming.steps)
         rows = [self._rows(later) for later in takewhile(self._steps.__contains__, coming)]
         return self._coming.plans(step, rows, num_engines)
 
     def with_texts(self, step: int) -> StepPrompts:
-        """Returns the prompts of a step, whose requests bring along the texts that were made for them."""
+        """Returns the problems and requests of a step. The requests have the texts that were made for them, as drafts."""
         prompts = self._prompts(step)
         texts = self._coming.of(step)
         found = [(request, texts.get(self._seed(request))) for request in prompts.requests]
@@ -62,13 +66,13 @@ class TextsInFlight:
         return replace(prompts, requests=requests)
 
     def keep(self, made_E: Sequence[EarlyMade]) -> None:
-        """Stores what engines have made when they end a plan."""
+        """Stores the texts that each engine has made in a plan. Call it when the plan has ended."""
         self._coming.keep(made_E)
 
     def compare(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Learns from the responses of a step how much of its texts was right, and forgets the texts.
+        """Learns from the responses of a step how much of the texts for it was right, and then forgets the texts.
 
-        Returns the step's metrics.
+        Returns the metrics of the step's texts.
         """
         step = requests[0].policy_version
         texts = TextsAhead()
@@ -81,7 +85,7 @@ class TextsInFlight:
         return learned
 
     def told(self, rollout: StepRollout, **figures: float) -> StepRollout:
-        """Returns the rollout of a step with the metrics of its texts. Call it after `compare`."""
+        """Returns the rollout of a step with the metrics of its texts and with `figures`. This calls `compare`."""
         learned = self.compare(rollout.prompts.requests, rollout.rollouts)
         stats = rollout.stats
         if stats.plain_estimate_s is not None:

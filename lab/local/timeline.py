@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a rollout, which has all attempts of engines at its requests."""
+"""The timeline of a rollout, which shows when each engine decoded which request.
+
+An attempt is the work of one engine on one request.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,34 +14,35 @@ from nemo_specrollout.stragglers.attempts import AttemptOutcome, Response, cover
 
 @dataclass(frozen=True)
 class AttemptSpan:
-    """One attempt of a timeline. Times are seconds since the rollout began."""
+    """One engine's work on one request. Times are seconds since the rollout began."""
 
     request: int
     """Index of the request among the timeline's requests."""
     engine: int
     start_s: float
     first_token: int
-    """Response tokens that were known when the attempt began."""
+    """Number of response tokens that were known when the attempt began."""
     end_s: float
     last_token: int
-    """Response tokens that the engine had when the attempt ended."""
+    """Number of response tokens that the engine had when the attempt ended."""
     outcome: str
-    """An `AttemptOutcome`."""
+    """How the attempt ended, which is an `AttemptOutcome`."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """All attempts at a rollout's requests, in the order in which they ended."""
+    """All attempts of engines at a rollout's requests, in the order in which the attempts ended."""
 
     methods: tuple[str, ...]
     """Draft method of each engine."""
     spans: tuple[AttemptSpan, ...] = ()
     saved_s: float | None = None
-    """Estimated seconds that moves and races saved, or None without any or with nothing to compare with."""
+    """Estimated seconds that moves and races saved. None if there were none, or if no decode speeds are known to compare
+    with."""
 
     @classmethod
     def of(cls, responses: Sequence[Response], methods: tuple[str, ...], saved_s: float | None) -> "Timeline":
-        """Returns the timeline of responses without open attempts."""
+        """Returns the timeline of responses, all of whose attempts must have ended."""
         ended = [(i, a) for i, r in enumerate(responses) for a in r.ended]
         first_s = min((a.start_s for _, a in ended), default=0.0)
         spans = [
@@ -50,7 +54,7 @@ class Timeline:
         return cls(methods, tuple(sorted(spans, key=lambda s: s.end_s)), saved_s)
 
     def figures(self) -> dict[str, Any]:
-        """Returns the metrics `tail.*` of docs/reference/metrics.md."""
+        """Returns the metrics `tail.*`, which docs/reference/metrics.md explains."""
         by_request: dict[int, list[tuple[str, float]]] = {}
         for span in self.spans:
             by_request.setdefault(span.request, []).append((span.outcome, span.start_s))
@@ -62,7 +66,7 @@ class Timeline:
         }
 
     def record(self) -> dict[str, Any]:
-        """Returns a line of `timeline.jsonl`, whose keys call an engine a worker."""
+        """Returns a line of `timeline.jsonl`. Its keys call an engine a worker."""
         spans = [asdict(s) for s in self.spans]
         for span in spans:
             span["worker"] = span.pop("engine")
@@ -74,7 +78,7 @@ class Timeline:
         }
 
     def _idle_share(self) -> float:
-        """Returns the share of the engines' time in which they had no request."""
+        """Returns the share of the engines' time in which they had no request, from 0 to 1."""
         if not self.spans:
             return 0.0
         engines = range(len(self.methods))
@@ -83,7 +87,7 @@ class Timeline:
 
 
 def describe(figures: Mapping[str, Any]) -> str:
-    """Returns `Timeline.figures` in one line for users, or "" if no request moved or raced and no engine died."""
+    """Returns `Timeline.figures` as one line for users, or "" if no request moved or raced and no engine died."""
     if not any(figures[name] for name in ("moves", "races", "deaths", "diverged")):
         return ""
     parts = [

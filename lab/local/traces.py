@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of a local run's traces. A trace is a line of `trace.jsonl`, with the engine steps of one rollout."""
+"""Reads the traces of a local run. A trace is a line of `trace.jsonl` with the engine steps of one rollout."""
 
 import numpy as np
 
@@ -7,13 +7,14 @@ from nemo_specrollout.reports.records import Record
 
 _DRAFTS = ("drafted_", "accepted_")
 SHORTEST_IDLE_S = 0.002
-"""Least seconds between two steps for which an engine counts as idle. Shorter gaps come from reading the clock."""
+"""Seconds between two engine steps from which on an engine counts as idle. Shorter gaps come from reading the clock."""
 
 
 def whole_trace(trace: Record) -> Record:
     """Merges the traces of several engines into one. The trace of a single engine is returned unchanged.
 
-    The merged trace has a row for each moment at which any engine samples, with sums over the steps of all engines then.
+    The merged trace has a row for each moment at which any engine samples. The row has sums over the steps that all engines
+    make at that moment.
     """
     workers = [w for w in trace.get("workers", ()) if can_drain(w)]
     if not workers:
@@ -29,10 +30,10 @@ def whole_trace(trace: Record) -> Record:
 
 
 def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Returns when each engine step begins and ends in the chart, in seconds.
+    """Returns the seconds at which each engine step begins and ends in a chart, as two arrays.
 
     A step ends when it samples. It begins when the previous step sampled, or at its real beginning if the engine was idle
-    before. The beginning of the first step is not known.
+    before. The beginning of the first step is not known, so it is -inf.
     """
     sampled = column(trace, "time_s")
     ends = sampled + sum(column(trace, n) for n in ("host_s", "draft_s") if n in trace["columns"])
@@ -42,7 +43,10 @@ def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, at_s: np.ndarray) -> np.ndarray:
-    """Returns a column's value in the step that runs at each moment, float64, or 0 between steps."""
+    """Returns a column's value in the engine step that runs at each moment of `at_s`, float64.
+
+    It is 0 between engine steps.
+    """
     if name not in trace["columns"]:
         return np.zeros(len(at_s))
     step = np.minimum(np.searchsorted(ends, at_s), len(ends) - 1)
@@ -50,24 +54,27 @@ def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, a
 
 
 def can_drain(trace: Record) -> bool:
-    """Returns whether a trace has what a chart of running requests needs."""
+    """Returns whether a trace has the columns and rows that a chart of running requests needs."""
     return len(trace.get("rows", ())) > 1 and {"time_s", "num_requests"} <= set(trace.get("columns", ()))
 
 
 def seconds_since_start(trace: Record) -> np.ndarray:
-    """Returns the time of each row since the first one, in seconds."""
+    """Returns the time of each row in seconds since the first row, float64."""
     time_s = column(trace, "time_s")
     return time_s - time_s[0]
 
 
 def drafts_by_name(trace: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns drafted and accepted tokens of each engine step by drafter. Drafters without drafts are left out."""
+    """Returns the numbers of draft tokens and of accepted tokens in each engine step, by drafter.
+
+    Drafters without drafts are left out.
+    """
     names = [c.removeprefix("drafted_") for c in trace["columns"] if c.startswith("drafted_")]
     found = {n: (column(trace, f"drafted_{n}"), column(trace, f"accepted_{n}")) for n in names}
     return {n: pair for n, pair in found.items() if pair[0].any()}
 
 
 def column(trace: Record, name: str) -> np.ndarray:
-    """Returns a column of a trace, float64."""
+    """Returns the column `name` of a trace, float64."""
     i = trace["columns"].index(name)
     return np.array([row[i] for row in trace["rows"]], float)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that works in turns, and that gets new weights between two turns."""
+"""An engine that works in turns, and that can load new weights between two turns."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,20 +13,20 @@ from nemo_specrollout.stragglers.turn_engine import TurnEngine
 
 
 class ReloadingTurnEngine(TurnEngine):
-    """A `TurnEngine` of a local run."""
+    """A `TurnEngine` of a local run, which can also load new weights."""
 
     engine: RolloutEngine
 
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool
     ) -> None:
-        """Replaces the weights between two turns, after which attempts continue.
+        """Replaces the weights between two turns, after which the engine's attempts at requests continue.
 
-        With `run_ahead`, attempts start over. Their longest known text and its branches are drafts, and all of their tokens
-        are the new policy's.
+        With `recompute_kv_cache`, the new policy reads the text of each attempt again, so its later tokens are exact samples
+        of the new policy. Without it, attempts continue with the old policy's KV cache, as in NeMo-RL by default.
 
-        With `recompute_kv_cache`, the new policy reads the text of each attempt again, so its tokens are exact samples of
-        the new policy. Without it, attempts continue from the old policy's KV cache, as in NeMo-RL by default.
+        With `run_ahead` as well, attempts start over. Their longest known text and its branches become drafts, so all of their
+        tokens are samples of the new policy.
         """
         attempts = list(self._attempts.values()) if recompute_kv_cache else []
         for attempt in attempts:

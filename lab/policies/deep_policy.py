@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a policy deeper without changing its outputs, so that a head has a realistic share of the cost.
+"""Makes a policy deeper without changing its outputs, so that a draft head has a realistic share of the cost.
 
-A head of one layer costs a quarter of a policy of four layers, but a thirty-sixth of one of 36. The deeper policy has
-additional layers that are as wide and as slow. The output weights of their attention and feed-forward are zero, so they add
-nothing to the residual stream. Logits and hidden states stay the same.
+A head of one layer costs a quarter as much as a policy of four layers, but only a thirty-sixth as much as one of 36 layers.
+The deeper policy has additional layers that are as wide and as slow. The output weights of their attention and feed-forward
+are zero, so they add nothing to the residual stream. Logits and hidden states stay the same.
 """
 
 import json
@@ -30,9 +30,9 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
-    """Returns the config with the policy deepened `bench.deepen` times, and with its head. Writes both below `folder`.
+    """Returns a config whose policy has `bench.deepen` times as many layers, and whose head fits it.
 
-    Raises ConfigError for a policy or a drafter that cannot be deepened.
+    Writes both below `folder`. Raises ConfigError for a policy or a drafter that cannot be deepened.
     """
     block = config.policy.generation.specrollout
     factor = config.bench.deepen
@@ -57,7 +57,7 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def deep_index(layer: int, factor: int) -> int:
-    """Returns the new index of a layer, which follows `factor - 1` layers without effect."""
+    """Returns the index of a policy's layer in the deeper policy, where it follows `factor - 1` layers without effect."""
     return layer * factor + factor - 1
 
 
@@ -93,7 +93,7 @@ def deepen_policy(source: Path, target: Path, factor: int, seed: int = 0) -> Non
 
 
 def deepen_head(source: Path, target: Path, factor: int, policy: Path) -> None:
-    """Writes to `target` the EAGLE-3 head of the folder `source`, which reads the same states of the deepened `policy`.
+    """Writes to `target` the EAGLE-3 head of the folder `source`, so that it reads the same states from the deepened `policy`.
 
     Raises ConfigError for a head whose config does not name the layers that it reads.
     """
@@ -116,7 +116,10 @@ def deepen_head(source: Path, target: Path, factor: int, policy: Path) -> None:
 def _inert_layer(
     template: Mapping[str, torch.Tensor], spread: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Returns a layer shaped like `template` that has norms of ones, random weights, and outputs of zero."""
+    """Returns a layer without effect that is shaped like `template`.
+
+    Its output weights are zero, and the others are random.
+    """
     layer = {}
     for name, like in template.items():
         if any(product in name for product in _LAST_PRODUCTS):
@@ -134,7 +137,7 @@ def _layer(tensors: Mapping[str, torch.Tensor], layer: int) -> dict[str, torch.T
 
 
 def _copy_all_but_weights(source: Path, target: Path) -> None:
-    """Copies tokenizer, generation config and other small files to a new `target`. Removes what is there."""
+    """Copies tokenizer, generation config and other small files to `target`, which is emptied before."""
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)

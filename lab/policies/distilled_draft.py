@@ -66,11 +66,11 @@ class DraftSettings:
     learning_rate: float = 1e-3
     warm_up_steps: int = 30
     batch_tokens: int = 1024
-    """Positions of a batch, padding included."""
+    """Number of positions in a batch, including padding."""
     head_share: float = 0.25
-    """Share of the response positions at which the distributions are compared."""
+    """Share of the response positions at which the distributions of both models are compared."""
     state_weight: float = 1.0
-    """Weight of the distance between the states of the last layer, against 1 for the divergence in nats."""
+    """Weight in the loss of the distance between the last layers' states. The divergence in nats has the weight 1."""
     max_grad_norm: float = 1.0
 
 
@@ -78,7 +78,7 @@ class DraftSettings:
 
 
 def own_texts(base: Path, settings: DraftSettings) -> list[Example]:
-    """Returns texts that the policy samples at temperature 1, as token ids with the length of the prompt."""
+    """Returns texts that the policy samples at temperature 1, each as token ids with the length of its prompt."""
     from lab.local.engine import RolloutEngine
     from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
@@ -104,7 +104,7 @@ def own_texts(base: Path, settings: DraftSettings) -> list[Example]:
 
 
 def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example]:
-    """Returns the texts of an earlier training with the same policy, seed and number, or new ones, which it stores."""
+    """Returns the texts that an earlier training with the same policy, seed and number has stored, or stores new ones."""
     key = {"base": str(base), "seed": settings.seed, "texts": settings.texts, "tokens": TEXT_TOKENS}
     path = out / TEXTS
     if path.is_file():
@@ -118,7 +118,7 @@ def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example
 
 
 def batches(texts: Sequence[Example], settings: DraftSettings) -> Iterator[list[int]]:
-    """Yields batches without end, as numbers of texts. Each epoch has every text once."""
+    """Yields an endless sequence of batches, each as the numbers of its texts. Each epoch has every text once."""
     rng = random.Random(f"draft-{settings.seed}")
     while True:
         # Random tokens are added to the lengths, so that every epoch has other batches.
@@ -133,7 +133,10 @@ def batches(texts: Sequence[Example], settings: DraftSettings) -> Iterator[list[
 
 
 def start_of(policy: Any, num_layers: int) -> Any:
-    """Returns a float32 model with `num_layers` layers of the policy, and the policy's embedding and head, both frozen."""
+    """Returns the draft model before training, in float32. It has `num_layers` layers of the policy.
+
+    It also has the policy's embedding and head, which are frozen.
+    """
     from transformers import AutoModelForCausalLM
 
     config = type(policy.config).from_dict(policy.config.to_dict() | {"num_hidden_layers": num_layers})
@@ -158,7 +161,7 @@ def start_of(policy: Any, num_layers: int) -> Any:
 def kept_layers(num_policy: int, num_draft: int) -> list[int]:
     """Returns the numbers of the policy's layers that the draft model begins with, in even steps from first to last.
 
-    On SmolLM2-135M the loss falls faster from these than from the lowest layers or from those of both ends.
+    With SmolLM2-135M, the loss falls faster from these layers than from the lowest ones or from those at both ends.
     """
     if not 1 <= num_draft <= num_policy:
         raise ValueError(f"layers is {num_draft}, but the policy has {num_policy}; choose 1 to {num_policy}")
@@ -166,7 +169,10 @@ def kept_layers(num_policy: int, num_draft: int) -> list[int]:
 
 
 def states_of(model: Any, texts: Sequence[Example]) -> Tensor:
-    """Returns the last layer's states after the norm, [N, H], at all positions before a response token, text by text."""
+    """Returns the last layer's states after the norm, [N, H], from which a model predicts the texts' response tokens.
+
+    The states of one text come after those of another.
+    """
     ids_BT, _ = pad_batch(texts, 0)
     hidden_BTH = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
     rows = zip(hidden_BTH, texts, strict=True)
@@ -174,7 +180,7 @@ def states_of(model: Any, texts: Sequence[Example]) -> Tensor:
 
 
 class PolicyStates:
-    """The policy's states of the texts, computed when a text is first asked for and kept in bfloat16."""
+    """The policy's last states on each text. They are computed when a text is first used, and kept in bfloat16."""
 
     def __init__(self, policy: Any, texts: Sequence[Example]) -> None:
         self._policy = policy
@@ -182,7 +188,7 @@ class PolicyStates:
         self._states: dict[int, Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """Returns the states [N, H] of the texts with these numbers, one after another."""
+        """Returns the policy's last states [N, H] on the texts with these numbers, one text after another."""
         new = [i for i in numbers if i not in self._states]
         if new:
             texts = [self._texts[i] for i in new]
@@ -197,7 +203,10 @@ class PolicyStates:
 
 
 def loss_of(draft: Any, texts: Sequence[Example], wanted_NH: Tensor, settings: DraftSettings, seed: int) -> Tensor:
-    """Returns the scalar loss of one batch. `seed` chooses the positions at which the distributions are compared."""
+    """Returns the scalar loss of one batch. `wanted_NH` are the policy's states.
+
+    `seed` determines the positions at which the distributions of both models are compared.
+    """
     with torch.autocast("cpu", torch.bfloat16):
         state_NH = states_of(draft, texts)
         generator = torch.Generator().manual_seed(seed)
@@ -214,7 +223,7 @@ def loss_of(draft: Any, texts: Sequence[Example], wanted_NH: Tensor, settings: D
 
 
 def train(base: Path, out: Path, settings: DraftSettings, save_every: int, console: Console) -> None:
-    """Trains the draft model. Writes it with a card to `out` after every `save_every` steps and at the end."""
+    """Trains the draft model, and writes it with a card to `out` after every `save_every` steps and at the end."""
     from transformers import AutoModelForCausalLM
 
     with console.status("the policy samples texts"):
@@ -264,7 +273,10 @@ def train(base: Path, out: Path, settings: DraftSettings, save_every: int, conso
 
 
 def save(draft: Any, base: Path, card: dict[str, Any], out: Path) -> None:
-    """Writes a Hugging Face folder in bfloat16 with the policy's tokenizer. `out` is never left half written."""
+    """Writes the draft model as a Hugging Face folder in bfloat16, with the policy's tokenizer.
+
+    `out` is never left half written.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     folder.chmod(0o755)
     state = {name: tensor.bfloat16() for name, tensor in draft.state_dict().items()}
@@ -288,11 +300,11 @@ def save(draft: Any, base: Path, card: dict[str, Any], out: Path) -> None:
 
 @torch.inference_mode()
 def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> list[float]:
-    """Returns for each of K draft positions the share of right drafts among those that follow only right ones.
+    """Returns the acceptance rate at each of K draft positions, given that all drafts before it are right.
 
-    A draft is right if the policy samples it too under the same noise. A text's noise is drawn so that the policy samples
-    exactly this text. So a draft that follows right ones has the text as its context, and one pass over the text says for all
-    of its positions whether the draft model would be right.
+    A draft is right if the policy samples it too under the same noise. The noise of a text is drawn so that the policy samples
+    exactly this text. So a draft after right ones has the text as its context. Therefore one forward pass over the text tells
+    for all of its positions whether the draft model would be right.
     """
     generator = torch.Generator().manual_seed(seed)
     right, tried = torch.zeros(NUM_POSITIONS), torch.zeros(NUM_POSITIONS)
@@ -311,10 +323,10 @@ def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> 
 
 
 def same_tokens(policy_NV: Tensor, draft_NV: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns as [N] whether the draft's logits give token `token_N` under noise with which the policy's logits give it.
+    """Returns whether the draft model samples `token_N` too under noise with which the policy samples it, bool [N].
 
-    The noise is Gumbel noise on condition that the policy's largest sum is the one of `token_N`. That sum is drawn first, and
-    every other one is drawn below it.
+    The noise is Gumbel noise on condition that the policy's largest sum of log-prob and noise is that of `token_N`. This sum
+    is drawn first, and all others are drawn below it.
     """
     policy_NV = policy_NV.log_softmax(-1)
 

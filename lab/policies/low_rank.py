@@ -19,7 +19,7 @@ DOWN, UP = "down", "up"
 
 
 class LowRankLinear(nn.Module):
-    """A frozen linear layer plus `up @ down`, which starts as zero and is trained in float32."""
+    """A frozen linear layer plus a low-rank product `up @ down`, which starts as zero and is trained in float32."""
 
     def __init__(self, linear: nn.Linear, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def add_low_rank(model: nn.Module, rank: int, seed: int) -> dict[str, LowRankLin
 
 
 def save_low_rank(layers: Mapping[str, LowRankLinear], path: Path) -> None:
-    """Writes the trained factors in bfloat16, by the names of their layers."""
+    """Writes the trained factors of each layer to the file `path`, in bfloat16."""
     factors = {}
     for name, layer in layers.items():
         factors[f"{name}.{DOWN}"] = layer.down_rC.detach().bfloat16().contiguous()
@@ -56,9 +56,9 @@ def save_low_rank(layers: Mapping[str, LowRankLinear], path: Path) -> None:
 
 
 def merge_low_rank(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Returns the tensors with the factors of the file at `path` added, in their own dtypes.
+    """Returns the tensors of a model with the low-rank changes in the file `path` added. Each tensor keeps its dtype.
 
-    Raises ValueError for a factor of a layer that is not among the tensors.
+    Raises ValueError for a change of a layer that is not among the tensors.
     """
     factors = load_file(path)
     merged = dict(tensors)

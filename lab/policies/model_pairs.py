@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random policies with draft models that agree with them to an adjustable degree, for timing where nothing can be trained.
 
-The draft model is the policy without its upper layers. These add to the residual stream only a share of what random layers
-would add. The smaller the share, the more often both models sample the same token under the same noise.
+The draft model is the policy without its upper layers. The upper layers add to the residual stream only a share of what random
+layers would add. The smaller this share is, the more often both models sample the same token under the same noise.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ _HEAD_SIZE, _SHARPNESS = 64, 10.0
 
 @dataclass(frozen=True)
 class PairShape:
-    """Sizes of a policy, how many of its layers the draft model has, and the scale of what the other layers add."""
+    """Sizes of a policy and its draft model, which is the policy's first `draft_layers` layers.
+
+    `upper_scale` is the factor on what the policy's other layers add to the residual stream.
+    """
 
     hidden: int
     layers: int

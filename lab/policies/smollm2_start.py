@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the supervised start of the real model, a low-rank change that teaches it the form of worked solutions.
+"""Trains the supervised start of the real model (SmolLM2), which teaches it the form of worked solutions.
 
-The model learns from solutions that are written by rule (`worked_solutions.py`), and from texts of its own, so that it does
-not forget how to write.
+The start is a low-rank change of the weights. The model learns from solutions that are written by rule
+(`worked_solutions.py`), and from texts of its own, so that it does not forget how to write.
 
     python -m lab.policies.smollm2_start --base models/smollm2 --out examples/models/smollm2_start
 
@@ -48,12 +48,12 @@ OWN_TEXTS, OWN_TEXT_TOKENS, OWN_TEXT_TEMPERATURE = 384, 256, 0.7
 OWN_TEXT_RATE = 0.12
 """Share of the examples that are the model's own texts."""
 POOL = 256
-"""Number of examples that are sorted by length before batches are cut, so that little is padding."""
+"""Number of examples that are sorted by length before they are divided into batches, so that batches have little padding."""
 
 
 @dataclass(frozen=True)
 class StartSettings:
-    """Settings that determine the change of the weights."""
+    """Settings of the training that makes SmolLM2's supervised start."""
 
     steps: int = 700
     seed: int = 0
@@ -61,14 +61,14 @@ class StartSettings:
     learning_rate: float = 2e-3
     warm_up_steps: int = 30
     batch_tokens: int = 2048
-    """Positions of a batch, padding included."""
+    """Number of positions in a batch, including padding."""
     max_grad_norm: float = 1.0
     digit_weight: float = 3.0
-    """Loss weight of a digit relative to another token. Digits are the hard part."""
+    """Weight of a digit in the loss, relative to any other token, because digits are the hard part."""
 
 
 def own_texts(base: Path, seed: int) -> list[Example]:
-    """Returns texts that the model writes before its supervised start, with their prompts."""
+    """Returns texts that the model writes before its supervised start, each as token ids with the length of its prompt."""
     from lab.local.engine import RolloutEngine
     from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
@@ -94,7 +94,7 @@ def own_texts(base: Path, seed: int) -> list[Example]:
 def batches(
     task: ReasoningGymTask, texts: list[Example], tokenizer: Any, settings: StartSettings
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches (ids_BT, labels_BT) without end, padded on the right. Prompt and padding have no label."""
+    """Yields an endless sequence of batches (ids_BT, labels_BT), padded on the right. Prompts and padding have no labels."""
     rng = random.Random(f"start-{settings.seed}")
     for pool in itertools.count():
         problems = task.problems(settings.seed, POOL, pool * POOL)
@@ -111,7 +111,10 @@ def batches(
 
 
 def loss_of(model: Any, ids_BT: Tensor, labels_BT: Tensor, weight_V: Tensor) -> Tensor:
-    """Returns the weighted mean cross-entropy in nats over response tokens. Computes logits only where there is a label."""
+    """Returns the weighted mean cross-entropy over response tokens, in nats.
+
+    Logits are computed only where there is a label.
+    """
     hidden_BTH = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state[:, :-1]
     labelled_BT = labels_BT[:, 1:] != IGNORED
     logits = model.lm_head(hidden_BTH[labelled_BT]).float()
@@ -119,7 +122,7 @@ def loss_of(model: Any, ids_BT: Tensor, labels_BT: Tensor, weight_V: Tensor) -> 
 
 
 def train(base: Path, out: Path, settings: StartSettings, console: Console) -> None:
-    """Trains the change and writes it with a card to `out`."""
+    """Trains the low-rank change of the weights, and writes it with a card to `out`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with console.status("writing texts of its own"):

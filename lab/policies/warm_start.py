@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the small policy that the demo's RL run starts from, and measures it.
 
-`python -m lab.policies.warm_start --out DIR` trains on worked responses and saves a Hugging Face folder.
-`python -m lab.policies.warm_start --evaluate DIR` samples at temperature 1 and prints how well the policy does.
+`python -m lab.policies.warm_start --out DIR` trains on worked responses and saves a Hugging Face folder. `python -m
+lab.policies.warm_start --evaluate DIR` samples at temperature 1 and prints how well the policy does.
 
-The number of steps is fixed, not the time, so that a seed gives one policy (up to the number of threads). Training
+The number of steps is fixed, and not the time, so that the same seed and number of threads give the same policy. Training
 stops before the task is mastered, because RL needs something left to learn.
 
 Shapes: B requests, T positions, V vocabulary.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """Sizes of a Qwen3."""
+    """Sizes of a Qwen3 model."""
 
     hidden: int
     layers: int
@@ -59,7 +59,10 @@ def main() -> None:
 
 
 def run(settings: WarmStart, out: Path, num_samples: int, shape: PolicyShape = SHIPPED) -> None:
-    """Trains, and saves to `out` with a card. Replaces earlier contents only once everything is written."""
+    """Trains a policy, measures it, and saves it to `out` with a card.
+
+    An earlier policy in `out` is replaced only once everything is written.
+    """
     if out.exists() and not (out / "card.json").exists():
         raise ValueError(f"out is {out}, which holds something else than a warm start; name another folder")
     started = time.monotonic()
@@ -75,7 +78,7 @@ def run(settings: WarmStart, out: Path, num_samples: int, shape: PolicyShape = S
 
 
 def build_model(seed: int, shape: PolicyShape = SHIPPED) -> Qwen3ForCausalLM:
-    """Returns a float32 Qwen3 initialised from `seed`. The shipped one has about 3 million parameters."""
+    """Returns a float32 Qwen3 model initialised from `seed`. With the shipped shape it has about 3 million parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()
@@ -100,7 +103,10 @@ def build_model(seed: int, shape: PolicyShape = SHIPPED) -> Qwen3ForCausalLM:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> float:
-    """Trains in place, on responses only. Returns the mean weighted loss of the last tenth, in nats per token."""
+    """Trains the model in place, with a loss on response tokens only.
+
+    Returns the mean weighted loss of the last tenth of the steps, in nats per token.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True
     )
@@ -127,7 +133,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings:
 
 
 def learning_rate_factor(step: int, num_steps: int, num_warm_up: int) -> float:
-    """Returns a factor that grows linearly to 1 during warm-up, then falls by half a cosine to 0 at the last step."""
+    """Returns a factor on the learning rate. It grows linearly to 1 during warm-up, then falls by half a cosine to 0."""
     if step < num_warm_up:
         return (step + 1) / num_warm_up
     rest = max(1, num_steps - num_warm_up)
@@ -135,7 +141,7 @@ def learning_rate_factor(step: int, num_steps: int, num_warm_up: int) -> float:
 
 
 def token_weights(tokenizer: PreTrainedTokenizerFast, digit_weight: float) -> torch.Tensor:
-    """Returns the loss weights [V] of tokens: `digit_weight` for digits, 1 for all others."""
+    """Returns the weight of each token in the loss, [V], which is `digit_weight` for digits and 1 for all others."""
     weight_V = torch.ones(len(tokenizer))
     weight_V[tokenizer.convert_tokens_to_ids(list("0123456789"))] = digit_weight
     return weight_V
@@ -152,7 +158,7 @@ def training_loss(
 def build_card(
     settings: WarmStart, shape: PolicyShape, loss: float, seconds: float, measured: Evaluation
 ) -> dict[str, object]:
-    """Returns the origin of a checkpoint and its measurements, for its card."""
+    """Returns a checkpoint's card, which says how the checkpoint was made and how well it does."""
     import transformers
 
     command = f"python -m lab.policies.warm_start --out DIR --steps {settings.steps} --seed {settings.seed}"

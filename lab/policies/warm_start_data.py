@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worked responses for the warm start, in batches of equal size, short problems first.
+"""Worked responses for the warm start, in batches of about equal size. Training begins with short problems.
 
 Shapes: B requests, T positions.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 6000
 BATCH_TOKENS = 768
-"""Positions of a training batch, padding included."""
+"""Number of positions in a training batch, including padding."""
 POOL_PROBLEMS = 256
-"""Number of problems in a pool. Batches are cut from a pool that is sorted by length, which keeps padding small."""
+"""Number of problems in a pool. A pool is sorted by length before it is divided into batches, which keeps padding small."""
 POOL_STEPS = 64
 """Approximate number of batches in a pool. Only the pace of the curriculum depends on it."""
 IGNORED = -100
 Example = tuple[list[int], int]
-"""Token ids of a prompt with its response, and the length of the prompt."""
+"""Token ids of a prompt followed by its response, and the length of the prompt."""
 FIRST_MAX_TERMS = 3
 
 
@@ -43,11 +43,13 @@ class WarmStart:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     digit_weight: float = 3.0
-    """Loss weight of a digit relative to a word. Digits are the hard part. The optimum of each position is the same."""
+    """Weight of a digit in the loss, relative to a word, because digits are the hard part. It does not change which prediction
+    is the best at a position."""
     curriculum: float = 0.4
     """Share of the steps over which the longest problem grows from 3 terms to 16."""
     quick_from: float = 0.8
-    """Share of the steps after which every second response is that of a quick writer, whose mistakes RL has to unlearn."""
+    """Share of the steps after which every second response is by a quick writer, who begins with other words and makes
+    mistakes (`step_addition.demonstration`). RL has to unlearn these mistakes."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -57,7 +59,10 @@ class WarmStart:
 def make_batches(
     tokenizer: PreTrainedTokenizerFast, settings: WarmStart
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields batches (ids_BT, labels_BT) without end, of about `BATCH_TOKENS` positions and examples of similar length."""
+    """Yields an endless sequence of batches (ids_BT, labels_BT).
+
+    A batch has about `BATCH_TOKENS` positions, and its examples have similar lengths.
+    """
     rng = random.Random(f"batches-{settings.seed}")
     for pool in itertools.count():
         step = pool * POOL_STEPS
@@ -71,7 +76,10 @@ def make_batches(
 
 
 def longest_problem(step: int, settings: WarmStart) -> int:
-    """Returns the largest number of terms of a training problem at `step`. Short sums are learned first, and carry over."""
+    """Returns the largest number of terms of a training problem at a step.
+
+    It grows with the step, because what is learned from short sums also helps with long ones.
+    """
     progress = min(1.0, step / max(1.0, settings.curriculum * settings.steps))
     return FIRST_MAX_TERMS + int(progress * (MAX_TERMS - FIRST_MAX_TERMS))
 
@@ -91,7 +99,10 @@ def _make_examples(
 
 
 def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Example]]:
-    """Returns the examples, sorted by length, in batches of a padded size of at most `batch_tokens`, or of one example."""
+    """Returns the examples, sorted by length, in batches.
+
+    A padded batch has at most `batch_tokens` positions, or one example.
+    """
     batches: list[list[Example]] = [[]]
     for example in sorted(examples, key=lambda example: len(example[0])):
         if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > batch_tokens:
@@ -101,7 +112,7 @@ def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Exa
 
 
 def pad_batch(batch: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (ids_BT, labels_BT), padded on the right. Prompt and padding have no label."""
+    """Returns (ids_BT, labels_BT) of a batch, padded on the right. Prompts and padding have no labels."""
     width = max(len(ids) for ids, _ in batch)
     ids_BT = torch.full((len(batch), width), pad_id)
     labels_BT = torch.full((len(batch), width), IGNORED)

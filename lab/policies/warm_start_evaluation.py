@@ -24,7 +24,7 @@ EVALUATION_SEED = 1_000_003
 class Evaluation:
     """Figures of one sample per problem at temperature 1.
 
-    Rates are in 0..1, entropy is in nats, and lengths are in tokens with the end token.
+    Rates are from 0 to 1, entropy is in nats, and lengths are in tokens, including the end token.
     """
 
     num_samples: int

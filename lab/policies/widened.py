@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Widens a policy and its EAGLE-3 head, so that a pass costs as much as a larger model's and computes the same.
+"""Widens a policy and its EAGLE-3 head, so that a forward pass costs as much as a larger model's and computes the same.
 
-The larger model has the small one inside. Its other numbers cannot reach a logit:
+The larger model has the small one inside. Its other numbers cannot reach a logit, for the following reasons:
 
-- Hidden states have zeros after the small model's. RMSNorm divides by a mean over more numbers, so its weights are scaled by
-  sqrt(small / large), and its epsilon by small / large.
-- A matrix has the small one at the inputs and outputs of the small model. Its other outputs get zeros from those inputs, so
-  they are zero. Inputs that are zero always may have any weights. These are random, because a GPU multiplies zeros faster.
-- A query head that is new in a group of the small model reads values that are not zero, so its outputs have zero weights.
+- The first numbers of a hidden state are the small model's, and the others are zero. RMSNorm divides by a mean over more
+  numbers, so its weights are scaled by sqrt(small / large), and its epsilon by small / large.
+- A matrix has the small matrix at the inputs and outputs of the small model. Its other outputs get zeros from those inputs,
+  so they are zero. Inputs that are always zero may have any weights. These are random, because a GPU multiplies zeros
+  faster.
+- A query head that is added to a group of the small model reads values that are not zero. So its outputs have zero weights.
 - New layers come after the old ones, and add zeros to the residual stream. So a head reads the same layers as before.
 
 In exact arithmetic, logits are equal. In floating point, sums have another order, and scaled norms are rounded. Norms of
-single attention heads (Qwen3's) share the model's epsilon and are not widened, so they change by about epsilon over their
-mean square.
+single attention heads (Qwen3's) share the model's epsilon, but are not widened. So they change by about epsilon divided by
+their mean square.
 """
 
 import json
@@ -30,9 +31,9 @@ RANDOM_STD = 0.02
 """Standard deviation of random weights, as of a model before its training."""
 WEIGHTS = "model.safetensors"
 _SCALED = ("input_layernorm", "post_attention_layernorm", "norm", "hidden_norm")
-"""Norms of hidden states, by the last part of their name."""
+"""Last part of the names of those weights that are norms of hidden states."""
 _KEPT = ("q_norm", "k_norm", "d2t", "t2d")
-"""Tensors whose size does not depend on the widened ones."""
+"""Last part of the names of tensors that stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Shape":
-        """Returns the shape that a config has."""
+        """Returns the shape in a config.json."""
         return cls(**{name: config[name] for name in cls.__dataclass_fields__})
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads that share a key and value head."""
+        """Number of query heads that share a key and value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
 
@@ -62,23 +63,26 @@ QWEN3_8B = Shape(4096, 12_288, 36, 64, 16)
 
 @dataclass(frozen=True)
 class _Axis:
-    """Places of a tensor's rows or columns in the widened one."""
+    """Where the rows or the columns of a small tensor are in the widened tensor."""
 
     size: int
     used: Tensor
-    """Places of the small tensor's, int64."""
+    """Indices of the small tensor's rows or columns, int64."""
     live: Tensor
-    """Places whose activations may differ from zero, int64. All of `used` are among them."""
+    """Indices of rows or columns whose activations may differ from zero, int64. They include all of `used`."""
 
 
 class Widening:
-    """The places of a small model's numbers in a larger one. Immutable.
+    """Widens a small model's config and tensors to the shape of a larger one. Immutable.
 
     Example: `Widening(config, QWEN3_8B).tensor("model.norm.weight", weight)`.
     """
 
     def __init__(self, config: Mapping[str, Any], target: Shape) -> None:
-        """Computes the places. `config` is the small model's or a head's. Raises ValueError if `target` is too small."""
+        """Computes where the small model's numbers are in the larger model. `config` is the small model's or a head's.
+
+        Raises ValueError if `target` is too small.
+        """
         source = Shape.of(config)
         too_small = [name for name, size in asdict(source).items() if getattr(target, name) < size]
         if too_small or target.heads_per_group < source.heads_per_group:
@@ -123,7 +127,7 @@ class Widening:
         return wide
 
     def tensor(self, name: str, small: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns a tensor of the widened model, on the device of `small`. Raises ValueError for an unknown name."""
+        """Returns the widened form of the tensor `small`, on the same device. Raises ValueError for an unknown name."""
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if kind in _KEPT:
             return small
@@ -142,7 +146,10 @@ class Widening:
         raise ValueError(f"{name}: nothing is known of how to widen this tensor")
 
     def new_layer(self, like: Mapping[str, Tensor], generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Returns the tensors of a layer that adds zeros. `like` has a layer of the small model."""
+        """Returns the tensors of a new layer, which adds zeros to the residual stream.
+
+        `like` has a layer of the small model.
+        """
         return {name: self.tensor(name, torch.zeros_like(small), generator) for name, small in like.items()}
 
     def _norm(self, small: Tensor) -> Tensor:
@@ -151,7 +158,7 @@ class Widening:
         return wide
 
     def _matrix(self, kind: str, small: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Returns a matrix whose inputs may be several hidden states, one after another."""
+        """Returns a widened matrix. Its input may be several hidden states, one after another, as in a head."""
         rows, columns = (self._axes[axis] for axis in self._matrices[kind])
         repeats = small.shape[1] // len(columns.used)
         used, live = (
@@ -169,16 +176,16 @@ class Widening:
 
 
 def _spread(heads: Tensor, head_dim: int) -> Tensor:
-    """Returns the places of all numbers of these attention heads."""
+    """Returns the indices of all numbers of these attention heads, int64."""
     return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
 def widened(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Shape, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and tensors of a widened policy, one at a time, made on `device`. `tensors` are the small policy's.
+    """Yields the names and tensors of a widened policy, made on `device` one at a time. `tensors` are the small policy's.
 
-    Raises ValueError for a target that is too small, and for a tensor that is not known.
+    Raises ValueError if `target` is too small, and for a tensor with an unknown name.
     """
     widening = Widening(config, target)
     generator = torch.Generator(device).manual_seed(0)
@@ -193,10 +200,10 @@ def widened(
 
 
 def write_head(source: Path, target: Shape, out: Path) -> None:
-    """Writes the EAGLE-3 head in `source`, widened for a policy of the shape `target`. The folder appears whole or not at all.
+    """Writes the EAGLE-3 head in `source`, widened for a policy of the shape `target`. `out` appears only when it is complete.
 
-    Its layer gets the policy's sizes, as heads of large models have them. Its vocabulary stays, because a token that the
-    head could draft in addition would need a logit of minus infinity.
+    The head's layer gets the policy's sizes, as heads of large models have them. Its vocabulary stays, because a token that is
+    added to it would need a logit of minus infinity.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     layer = config["transformer_layer_config"]
@@ -208,12 +215,15 @@ def write_head(source: Path, target: Shape, out: Path) -> None:
 
 
 def write_policy(source: Path, target: Shape, out: Path) -> None:
-    """Writes the policy in `source` widened, with its tokenizer. The folder appears whole or not at all."""
+    """Writes the policy in `source`, widened to the shape `target`, with its tokenizer.
+
+    `out` appears only when it is complete.
+    """
     _write_like(source, target, out, lambda folder: _save_policy(source, target, folder))
 
 
 def write_description(source: Path, target: Shape, out: Path, marker: str) -> None:
-    """Writes config and tokenizer of a widened policy, without weights, and where its weights come from (`marker`).
+    """Writes a widened policy without its weights. The file `marker` says from which policy they can be made.
 
     An engine that makes the weights itself (`lab/gpu/widened_loader.py`) needs no 15 GB on a disk.
     """
@@ -244,7 +254,7 @@ def _write_like(source: Path, target: Shape, out: Path, write: Callable[[Path], 
 
 
 def _write_folder(out: Path, config: Mapping[str, Any], write: Callable[[Path], object]) -> None:
-    """Writes a folder beside `out`, and then gives it that name."""
+    """Writes a folder beside `out`, and renames it to `out` when it is complete."""
     scratch = out.with_name(f".{out.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

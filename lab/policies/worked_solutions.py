@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes worked solutions of three `reasoning-gym` tasks by rule. The real model's supervised start learns from them.
+"""Writes worked solutions of three `reasoning-gym` tasks by rule. The real model (SmolLM2) learns from them before RL.
 
-A solution goes step by step in varied wording and is always right. A direct answer has no steps. It is right too, but a
-small model cannot compute it in one go. A policy that has learned both answers some problems each way, and reinforcement
-learning finds out which way is rewarded.
+A solution goes step by step in varied wording and is always right. A direct answer has no steps. It is right too, but a small
+model cannot compute it in one go. A policy that has learned both kinds solves some problems in one way and some in the other,
+and reinforcement learning finds out which way is rewarded.
 """
 
 import random
@@ -14,7 +14,7 @@ from typing import Any
 from lab.local.step_addition import Grammar, Writer
 
 HABIT = 0.75
-"""Probability that a solution words a step like the step before."""
+"""Probability that a solution words a step in the same way as the step before."""
 REMARKS = {
     "": 30, " Good.": 1, " That looks right.": 1, " So far, so good.": 1, " So far we have {s}.": 3,
     " The running total is {s}.": 3,
@@ -84,7 +84,7 @@ DIRECT_RATE = {"chain_sum": 0.25, "leg_counting": 0.25, "number_sorting": 0.0}
 def worked_solution(entry: Mapping[str, Any], rng: random.Random) -> str:
     """Returns a right response to an entry of a `reasoning-gym` dataset. It ends with `<answer>...</answer>`.
 
-    Raises KeyError for a task other than the three above.
+    Raises KeyError for a task other than `chain_sum`, `leg_counting` and `number_sorting`.
     """
     task = entry["metadata"]["source_dataset"]
     grammar, solve = _TASKS[task]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the time of a step, with cost models and an event simulator around the production policies."""
+"""Predicts the time of an RL step, with cost models and an event simulator that lets the production code decide."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates RL steps and compares variants with plain decoding, with features added one by one or a run as configured.
+"""Simulates RL steps, and compares plain decoding with variants that have further features.
 
-A step is synchronous, or asynchronous with a lag and separate GPUs for generation and training.
+The features are added one by one, or they are those of a run's config. Steps are synchronous, or they are asynchronous with a
+lag and with separate GPUs for generation and training.
 
 Shapes: R requests, T steps, B requests of a step.
 """
@@ -21,7 +22,7 @@ from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 
 
 def simulate_step(setting: Setting) -> StepResult:
-    """Simulates a step of the setting."""
+    """Simulates an RL step in a setting, and returns its times. If steps overlap, these are means over several steps."""
     return _synchronous(setting) if setting.fleet.scenario.training.mode == "sync" else _asynchronous(setting)
 
 
@@ -40,8 +41,8 @@ def _synchronous(setting: Setting) -> StepResult:
 def _asynchronous(setting: Setting) -> StepResult:
     """Simulates overlapping steps, and returns means over their later half.
 
-    The last few steps do not count, because no generation runs beside them. Batches that began together end together, so steps
-    differ in a cycle of that many batches, and only whole cycles count.
+    The last steps are left out, because no generation runs beside them. Batches that begin together also end together, so the
+    times of steps repeat in cycles of as many steps. Therefore only whole cycles count.
     """
     cluster = setting.fleet.scenario.cluster
     training = setting.fleet.scenario.training
@@ -66,10 +67,11 @@ def _asynchronous(setting: Setting) -> StepResult:
 
 
 def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Trains batch after batch while up to `ahead` later ones generate, so batch j starts with policy version j - `ahead`.
+    """Simulates training on one batch after another, while up to `ahead` later batches are generated.
 
-    Returns for each batch the seconds of its generation, the seconds that training waited for it, and the moment when it was
-    trained.
+    So the generation of batch j begins with policy version j - `ahead`. Returns three arrays with a number for each batch,
+    which are the seconds of its generation, the seconds that training waited for it, and the second at which its training
+    ended.
     """
     requests_TB = np.arange(len(rollout.end_R)).reshape(len(train_s_T), -1)
     engine_B = in_shards(requests_TB.shape[1], len(rollout.engines))
@@ -95,7 +97,8 @@ def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np
 
 DECOUPLED, MOVING, RACING, RUN_AHEAD = "decoupled", "moving", "racing", "run_ahead"
 ON_POLICY = "on policy"
-"""Variant with synchronous steps on the cluster of an asynchronous scenario, where engines wait while other GPUs train."""
+"""Name of the variant with synchronous steps on the cluster of an asynchronous scenario, where engines wait while other GPUs
+train."""
 TAIL = "fastest_of_n"
 
 
@@ -121,15 +124,15 @@ class Comparison:
         return min(self.steps, key=lambda step: (round(step.step_s, 3), step.rollout_s))
 
     def speedup(self, step: StepResult) -> float:
-        """Returns the speedup of the whole step over plain."""
+        """Returns the speedup of the whole step over plain decoding."""
         return self.plain.step_s / step.step_s
 
     def rollout_speedup(self, step: StepResult) -> float:
-        """Returns the speedup of the rollout over plain."""
+        """Returns the speedup of the rollout over plain decoding."""
         return self.plain.rollout_s / step.rollout_s
 
     def peak_share(self, step: StepResult) -> float | None:
-        """Returns the share of peak arithmetic spent on response tokens, or None without a data sheet."""
+        """Returns the share of the GPUs' peak arithmetic that response tokens need, or None without a data sheet."""
         policy = Fleet(self.scenario).policy
         rollout = step.rollout
         if policy is None:
@@ -139,8 +142,12 @@ class Comparison:
 
 
 def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
-    """Simulates plain, fixed and `auto` drafting, separate drafters, and moving and racing with the better of these, and
-    `run_ahead`."""
+    """Simulates a scenario with features added one by one, and returns all variants.
+
+    The first variants are plain decoding, a fixed budget, `auto`, and separate drafters if they can be placed. Moves, races
+    and `run_ahead` are then added to separate drafters if these are faster than `auto`, and otherwise to `auto`. `traced` are
+    measured response lengths, as in `Setting`.
+    """
     fleet = Fleet(scenario)
 
     def simulated(name: str, kind: str, tail: FastestOfNConfig | None = None) -> StepResult:
@@ -160,9 +167,9 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
 
 
 def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...]) -> list[StepResult]:
-    """Simulates synchronous steps with texts in flight for one coming step, for two, ..., and for as many as `auto` chooses.
+    """Simulates synchronous steps with early texts for one coming step, for two and so on, and for as many as `auto` chooses.
 
-    With several engines, `auto` is also simulated with moves, and moves are simulated alone over the same steps.
+    With several engines, it also simulates `auto` together with moves, and moves without early texts.
     """
     training = fleet.scenario.training
     ahead = training.run_ahead
@@ -184,7 +191,7 @@ def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...
 
 
 def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
-    """Simulates plain, drafting as configured, and the configured `fastest_of_n` if there are several engines."""
+    """Simulates plain decoding, drafting as `block` configures it, and its `fastest_of_n` if there are several engines."""
     fleet = Fleet(scenario)
     kind = drafting_kind(fleet, block)
     tail = block.fastest_of_n
@@ -196,7 +203,7 @@ def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
 
 
 def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:
-    """Returns the kind of drafting of a block, as in `Fleet.speculation`."""
+    """Returns the kind of drafting that a block configures, as `Fleet.speculation` takes it."""
     if not block.enabled or not block.drafters:
         return PLAIN
     if block.remote is not None and fleet.placement is not None:
@@ -205,7 +212,10 @@ def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:
 
 
 def onset(step: StepResult) -> tuple[float, float] | None:
-    """Returns the second of a step's first move or race and the share of requests that have ended by then, or None."""
+    """Returns when a step's first move or race happens, in seconds, and the share of requests that have ended by then.
+
+    Returns None if no request moves and no engines race.
+    """
     if not step.rollout.changes:
         return None
     at_s = step.rollout.changes[0].at_s
@@ -214,17 +224,20 @@ def onset(step: StepResult) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Drafts of an engine's typical requests in a step, for one number of requests."""
+    """What an engine drafts in an engine step with a given number of typical requests."""
 
     num_requests: int
     drafts: float
     tokens: float
     speedup: float
-    """Speedup over plain at the same number of requests."""
+    """Speedup over plain decoding with the same number of requests."""
 
 
 def drafted(scenario: Scenario, block: SpecrolloutConfig) -> list[Drafted]:
-    """Returns the drafts of the first method with 1, 4, 16, ... requests in an engine, up to its share of a step."""
+    """Returns what an engine with the first draft method drafts for 1, 4, 16 and more requests.
+
+    The largest number of requests is the engine's share of those of a step.
+    """
     fleet = Fleet(scenario)
     kind = drafting_kind(fleet, block)
     if kind == PLAIN:

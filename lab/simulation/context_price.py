@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts are worth at short and at long contexts, and whether the policy knows it with and without the price of contexts.
+"""Shows what drafts are worth at short and at long contexts, and whether the speculation policy then drafts as much as pays.
 
     python -m lab.simulation.context_price [--gpu H200|H100|B200] [--model Qwen3-8B] [--contexts 1024,32768]
 
-The engine's own policy and step model decide. Seconds of steps follow from the model's shape and the GPU's data sheet
-(`RooflineCosts`): attention takes the time to read the KV cache at the GPU's bandwidth, or that of its products if they take
-longer. Some kernels read the cache of a request once for all of its rows, others once for each row, so there is a table for
-each. Drafts are right with probability p each, and tokens are expected ones.
+The engine's own speculation policy and step model decide. The seconds of engine steps follow from the model's shape and the
+GPU's data sheet (`RooflineCosts`). Attention takes the time to read the KV cache at the GPU's bandwidth, or the time of its
+matrix products if that is longer. Some attention kernels read the cache of a request once for all of its rows, and others once
+for each row, so there is a table for each. A draft is right with probability p, and numbers of tokens are expected values.
 
-Contexts take turns, as in an engine whose rollouts begin with short texts and end with long ones. After a turn of each that
-does not count, the table compares the policy with the best fixed number of drafts at the same context. "blind" is the policy
-whose step model is told nothing of contexts, as before there was a price for them. "growing" are texts that grow from the
-shortest context to the longest one, again and again, so that no number of drafts is the best one all the time.
+Contexts take turns, as in an engine whose rollouts begin with short texts and end with long ones. The first turn of each
+context is not measured. The table has the speculation policy's tokens per second, divided by those of the best fixed number of
+drafts at the same context. "blind" is a speculation policy whose step model is told nothing of contexts, so that it ignores
+their price. "growing" are texts that grow from the shortest context to the longest, again and again, so that no single number
+of drafts is the best all the time.
 
 Shapes: K draft positions.
 """
@@ -30,16 +31,16 @@ from nemo_specrollout.speculation.step_model import StepModel
 
 STEPS_OF_A_TURN = 150
 TURNS = 4
-"""Turns of each context that count."""
+"""Number of measured turns of each context."""
 GROWTHS = 4
-"""Times that texts grow, of which the first does not count."""
+"""Number of times that texts grow. The first is not measured."""
 BATCHES = (4, 16)
 RATES = (0.6, 0.8, 0.95)
 
 
 @dataclass
 class Learner:
-    """The engine's policy and step model on a simulated machine."""
+    """A speculation policy and a step model that learn from engine steps on a simulated machine."""
 
     machine: RooflineCosts
     drafts: Drafts
@@ -51,12 +52,12 @@ class Learner:
 
     @classmethod
     def of(cls, machine: RooflineCosts, drafts: Drafts, knows_contexts: bool) -> "Learner":
-        """Returns an engine that knows nothing of its machine."""
+        """Returns a learner that has not seen any engine step on the machine."""
         model = StepModel(drafts.num_requests + drafts.most)
         return cls(machine, drafts, knows_contexts, auto(), model, np.random.default_rng(0))
 
     def step(self, context: float, played: Played) -> None:
-        """Takes a step of requests with contexts of `context` tokens, and adds it to what was played."""
+        """Simulates an engine step whose requests have `context` tokens each, and adds its tokens and seconds to `played`."""
         policy = self.policy
         num_requests = self.drafts.num_requests
         told = context if self.knows_contexts else 0.0
@@ -77,7 +78,10 @@ class Learner:
 
 
 def best_fixed(machine: RooflineCosts, drafts: Drafts, contexts: Sequence[float]) -> tuple[int, float]:
-    """Returns the number of drafts per request that gives the most tokens per second over steps of these contexts."""
+    """Returns the number of drafts per request with the most tokens per second over engine steps of these contexts.
+
+    The second value is that number of tokens per second.
+    """
     num_requests = drafts.num_requests
     rows_K = num_requests * (1.0 + np.arange(POSITIONS + 1))
     seconds_K = np.zeros(len(rows_K))
@@ -89,7 +93,7 @@ def best_fixed(machine: RooflineCosts, drafts: Drafts, contexts: Sequence[float]
 
 
 def in_turns(learner: Learner, contexts: Sequence[int]) -> list[float]:
-    """Returns the tokens per second at each context, where the contexts take turns."""
+    """Returns the tokens per second at each context, when the contexts take turns."""
     played = [Played() for _ in contexts]
     for turn in range(1 + TURNS):
         for i, context in enumerate(contexts):
@@ -99,7 +103,7 @@ def in_turns(learner: Learner, contexts: Sequence[int]) -> list[float]:
 
 
 def growing(learner: Learner, contexts: np.ndarray) -> float:
-    """Returns the tokens per second of texts that grow again and again."""
+    """Returns the tokens per second of texts that grow through `contexts` again and again."""
     played = Played()
     for number in range(GROWTHS):
         for context in contexts.tolist():
@@ -108,9 +112,10 @@ def growing(learner: Learner, contexts: np.ndarray) -> float:
 
 
 def rows_of(machine: RooflineCosts, drafts: Drafts, contexts: Sequence[int]) -> list[tuple[str, int, float, float]]:
-    """Returns a row for each context and one for growing texts, with the best fixed number and the policies' share of it.
+    """Returns a row of the table for each context, and one for growing texts.
 
-    The first policy knows contexts, and the second one does not.
+    A row has a name, the best fixed number of drafts, and the speeds of two speculation policies divided by the speed with
+    that number. The first speculation policy knows contexts, and the second does not.
     """
     growth = np.linspace(contexts[0], contexts[-1], STEPS_OF_A_TURN * len(contexts))
     bests = [

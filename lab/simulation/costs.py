@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost models of an engine, which are three with given numbers, and a roofline of a transformer on GPUs.
+"""Cost models, which predict the seconds of an engine's work.
 
-`specrollout-lab profile` measures `TabledCosts`. `RoundCosts` and `LinearCosts` have the forms of the two papers. The
-roofline follows from the model's shape, the GPU's data sheet and a few calibrated shares.
+The numbers of `TabledCosts` are measured by `specrollout-lab profile`. `RoundCosts` and `LinearCosts` have the forms of the
+two papers. `RooflineCosts` follow from the model's shape, the GPU's data sheet, and a few calibrated shares of its peaks.
 """
 
 from abc import ABC, abstractmethod
@@ -21,24 +21,30 @@ _ACTIVATION_BYTES = 2.0
 
 
 class Costs(ABC):
-    """Seconds of an engine's work."""
+    """Interface of a cost model, which predicts the seconds of an engine's work."""
 
     @abstractmethod
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
-        """Returns the seconds of a step with `num_rows` rows, including drafts, at a mean length of `context` tokens."""
+        """Returns the seconds of an engine step with `num_rows` rows, at a mean length of `context` tokens.
+
+        Drafts count as rows. If `num_rows` is an array, the result is an array too.
+        """
 
     def draft_s(self, num_requests: float, context: float) -> float:
-        """Returns the seconds in which this engine makes one draft token for each request."""
+        """Returns the seconds that the engine takes to draft one token for each request, or 0 if it drafts without a model."""
         return 0.0
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Returns the seconds of a prefill of `num_tokens` tokens, by default those of a step with as many rows."""
+        """Returns the seconds of a prefill of `num_tokens` tokens.
+
+        By default it takes as long as an engine step with as many rows.
+        """
         return float(self.step_s(1, num_tokens, num_tokens / 2))
 
 
 @dataclass(frozen=True)
 class TabledCosts(Costs):
-    """Costs from measured tables, independent of the context."""
+    """Costs from measured tables. They do not depend on the context."""
 
     verify: CostCurve
     drafting: CostCurve | None = None
@@ -54,18 +60,19 @@ class TabledCosts(Costs):
 
 @dataclass(frozen=True)
 class RoundCosts(Costs):
-    """Costs from the figures of Paper B (arXiv 2604.26779), which give the cost of a round of k drafts in plain steps.
+    """Costs from the figures of Paper B (arXiv 2604.26779).
 
-    It is the acceptance length divided by the speedup, interpolated linearly from 1 at no drafts and extrapolated beyond the
-    last figure. A plain step takes equally long for all batch sizes, because the paper does not give more.
+    The figures give the seconds of an engine step with k drafts per request, relative to those of a step without drafts. This
+    ratio is the acceptance length divided by the speedup. It is interpolated linearly from 1 without drafts, and extrapolated
+    beyond the last figure. A step without drafts takes equally long for all batch sizes, because the paper does not say more.
     """
 
     plain_step_s: float = bounded(above=0.0)
-    """Seconds of a plain decode step."""
+    """Seconds of an engine step without drafts."""
     num_drafts: tuple[int, ...] = bounded(low=1)
-    """Drafts of each request, ascending."""
+    """Numbers of drafts per request, ascending."""
     plain_steps: tuple[float, ...] = bounded(low=1.0)
-    """Cost of a round with each number of drafts, in plain steps."""
+    """Seconds of an engine step with each of these numbers of drafts, divided by those of a step without drafts."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""
@@ -85,20 +92,20 @@ class RoundCosts(Costs):
 
 @dataclass(frozen=True)
 class LinearCosts(Costs):
-    """Costs in the form of SpecActor (arXiv 2511.16193): `b * D' + alpha` to draft a token, `b * V' + beta` to verify a
-    window.
+    """Costs in the form of SpecActor (arXiv 2511.16193), which are linear in the batch size b.
 
-    Here V' counts for each row, so that windows of all lengths lie on one line. The paper's coefficients are not public.
+    Drafting a token takes `b * D' + alpha` seconds. Verification takes `b * V' + beta` seconds in the paper, where V' depends
+    on the number of drafts. In this class, V' is a constant for each row instead. The paper's coefficients are not public.
     """
 
     verify_fixed_s: float = bounded(above=0.0)
-    """Seconds of a step without rows (beta)."""
+    """Seconds of an engine step in addition to those of its rows (beta)."""
     verify_row_s: float = bounded(low=0.0)
-    """Seconds per row (V' of a window of one)."""
+    """Seconds of each row of an engine step (V' for a single row)."""
     draft_fixed_s: float = bounded(0.0, low=0.0)
-    """Seconds of a draft token without requests (alpha)."""
+    """Seconds to draft a token, in addition to those of the requests (alpha)."""
     draft_request_s: float = bounded(0.0, low=0.0)
-    """Seconds of a draft token per request (D')."""
+    """Seconds to draft a token for each request (D')."""
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         return self.verify_fixed_s + self.verify_row_s * num_rows
@@ -109,33 +116,35 @@ class LinearCosts(Costs):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Calibrated figures, each for all batch sizes, contexts and draft lengths."""
+    """Calibrated figures of the roofline. Each holds for all batch sizes, contexts and draft lengths."""
 
     memory_share: float = bounded(0.75, above=0.0, high=1.0)
-    """Achieved share of the HBM bandwidth in decoding."""
+    """Share of the HBM bandwidth that decoding achieves."""
     compute_share: float = bounded(0.6, above=0.0, high=1.0)
-    """Achieved share of the dense peak in matrix products."""
+    """Share of the dense peak that matrix products achieve."""
     layer_s: float = bounded(2e-5, low=0.0)
-    """Seconds of a layer without rows, for launches and the latency of collectives."""
+    """Seconds of a layer in addition to those of its rows, for kernel launches and the latency of collectives."""
     host_s: float = bounded(1.5e-3, low=0.0)
-    """Seconds of the host in each step, for scheduling, sampling and detokenising."""
+    """Seconds of the host in each engine step, for scheduling, sampling and detokenising."""
     draft_host_s: float = bounded(2e-4, low=0.0)
-    """Seconds of the host for each draft token in the policy's engine."""
+    """Seconds of the host for each draft token that the policy's engine makes."""
     speculation_s: float = bounded(0.0, low=0.0)
-    """Constant seconds of a step with drafts, for rejection, bookkeeping and unsuitable graphs."""
+    """Additional seconds of an engine step that has drafts, for rejection, bookkeeping and CUDA graphs of an unsuitable
+    size."""
     train_share: float = bounded(0.35, above=0.0, high=1.0)
-    """Achieved share of the dense bf16 peak in training."""
+    """Share of the dense bf16 peak that training achieves."""
     logprob_share: float = bounded(0.35, above=0.0, high=1.0)
-    """Achieved share of the dense bf16 peak in forward passes for log-probs."""
+    """Share of the dense bf16 peak that forward passes for log-probs achieve."""
 
 
 @dataclass(frozen=True)
 class RooflineCosts(Costs):
-    """Costs of a model's engine on some GPUs. `drafter` has the costs of its own drafting.
+    """Costs of an engine with a given model and GPUs. `drafter` has the costs of drafting in the same engine.
 
-    A step takes the maximum of reading the weights and computing its rows, where a mixture of experts reads only the experts
-    that get a row. To this it adds the maximum of reading the KV cache and computing attention, the exchange of activations,
-    and the time for launches and the host. Sources: Williams et al. 2009 ("Roofline"), and ring all-reduce for collectives.
+    The seconds of an engine step are the sum of four parts. The first is the time to read the weights or to compute the rows,
+    whichever is longer. Of a mixture of experts, only experts that get a row are read. The second is the time to read the KV
+    cache or to compute attention, whichever is longer. The others are the exchange of activations between GPUs, and the time
+    for launches and the host. Sources: Williams et al. 2009 ("Roofline"), and ring all-reduce for collectives.
     """
 
     shape: ModelShape
@@ -144,7 +153,7 @@ class RooflineCosts(Costs):
     kv_precision: str
     calibration: Calibration
     num_gpus: int = 1
-    """GPUs of an engine."""
+    """Number of GPUs of an engine."""
     expert_parallel: bool = False
     """Whether each expert is on one GPU, to which an all-to-all sends tokens. Otherwise all GPUs share each expert."""
     drafter: Costs | None = None
@@ -163,12 +172,12 @@ class RooflineCosts(Costs):
         return float(self.drafter.step_s(num_requests, num_requests, context)) if self.drafter else 0.0
 
     def ideal_s(self, num_tokens: float) -> float:
-        """Returns the seconds of the arithmetic of `num_tokens` tokens at the data sheet's peak."""
+        """Returns the seconds that the arithmetic of `num_tokens` tokens takes at the peak of the data sheet."""
         return 2.0 * self.shape.active_params * num_tokens / self._peak
 
     @property
     def kv_tokens(self) -> float:
-        """Capacity of the KV cache in tokens, with 90 % of the memory in use."""
+        """Number of tokens for which the KV cache has room if 90 % of the memory is used."""
         weights = self.shape.params * _BYTES[self.precision] / self.num_gpus
         return (0.9 * self.device.hbm_bytes - weights) / self._kv_bytes
 
@@ -198,8 +207,10 @@ class RooflineCosts(Costs):
         return np.maximum(read_s, self.shape.attention_flops(num_rows, context) / peak)
 
     def _exchange_s(self, num_rows: Rows) -> Rows:
-        """Returns the seconds of communication: two all-reduces a layer, or one and two all-to-alls with expert
-        parallelism."""
+        """Returns the seconds of communication between GPUs in an engine step.
+
+        A layer makes two all-reduces, or with expert parallelism one all-reduce and two all-to-alls.
+        """
         n = self.num_gpus
         shape = self.shape
         if n == 1:
@@ -214,7 +225,7 @@ class RooflineCosts(Costs):
 
 
 def drafter_costs(engine: RooflineCosts, shape: ModelShape, num_gpus: int | None = None) -> RooflineCosts:
-    """Returns the costs of a bf16 drafter on the policy's GPUs, or on `num_gpus` separate GPUs."""
+    """Returns the costs of a drafter in bf16, on the GPUs of the policy's engine or on `num_gpus` separate GPUs."""
     calibration = engine.calibration
     if num_gpus is None:
         calibration = replace(calibration, host_s=calibration.draft_host_s)

@@ -25,18 +25,18 @@ class Device:
     """Name of the data sheet."""
     bf16_flops: float
     fp8_flops: float | None
-    """None if the tensor cores do not support fp8."""
+    """Dense fp8 operations per second, or None if the tensor cores do not support fp8."""
     hbm_bytes_per_s: float
     hbm_bytes: float
     nvlink_bytes_per_s: float
     """Bandwidth within the NVLink domain, in one direction."""
     nvlink_gpus: int
-    """GPUs in an NVLink domain."""
+    """Number of GPUs in an NVLink domain."""
     network_bytes_per_s: float
     """Bandwidth to other GPUs, through the network adapter of the system in the data sheet."""
 
     def flops(self, precision: str) -> float:
-        """Returns the dense operations a second in `bf16` or `fp8`. Raises ConfigError if the GPU lacks that precision."""
+        """Returns the dense operations per second in `bf16` or `fp8`. Raises ConfigError if the GPU lacks that precision."""
         peak = self.bf16_flops if precision == "bf16" else self.fp8_flops
         if peak is None:
             raise ConfigError(
@@ -45,7 +45,7 @@ class Device:
         return peak
 
     def link_bytes_per_s(self, num_gpus: int) -> float:
-        """Returns the bandwidth between the GPUs of a group of `num_gpus`."""
+        """Returns the bandwidth in one direction between GPUs of a group of `num_gpus`, in bytes per second."""
         return self.nvlink_bytes_per_s if num_gpus <= self.nvlink_gpus else self.network_bytes_per_s
 
 
@@ -85,19 +85,22 @@ class ModelShape:
     """Width of a dense layer's MLP."""
     vocab_size: int = bounded(low=1)
     num_experts: int = bounded(0, low=0)
-    """Experts in each layer, or 0 for a dense model."""
+    """Number of experts in each layer, or 0 for a dense model."""
     num_experts_per_tok: int = bounded(0, low=0)
     moe_intermediate_size: int = bounded(0, low=0)
     """Width of one expert."""
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one expert of one layer."""
+        """Number of parameters of one expert in one layer."""
         return 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
     def shared_params(self) -> int:
-        """Parameters that every token uses, in attention, dense MLPs and output layer. The input embedding is a look-up."""
+        """Number of parameters that every token uses, in attention, dense MLPs and the output layer.
+
+        The input embedding does not count, because it is only looked up.
+        """
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         layer = self.hidden_size * self.head_dim * heads
         layer += 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
@@ -105,24 +108,25 @@ class ModelShape:
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token uses."""
+        """Number of parameters that one token uses."""
         return self.shared_params + self.num_hidden_layers * self.num_experts_per_tok * self.expert_params
 
     @property
     def params(self) -> int:
-        """All parameters in memory, including the input embedding."""
+        """Number of all parameters in memory, including the input embedding."""
         experts = self.num_hidden_layers * self.num_experts * self.expert_params
         return self.shared_params + experts + self.hidden_size * self.vocab_size
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers in the KV cache for each token."""
+        """Number of values in the KV cache for each token."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
     def params_read(self, num_rows: np.ndarray | float) -> np.ndarray | float:
-        """Returns the parameters that a step of `num_rows` rows reads, including each expert that gets a row.
+        """Returns how many parameters an engine step of `num_rows` rows reads, including each expert that gets a row.
 
-        Routing is modelled as uniform and independent, so an expert gets no row with probability (1 - k/E)^rows.
+        Routing is modelled as uniform and independent. If k of E experts are used per token, an expert gets no row with
+        probability (1 - k/E)^rows.
         """
         if not self.num_experts:
             return self.shared_params + 0.0 * num_rows
@@ -130,7 +134,7 @@ class ModelShape:
         return self.shared_params + self.num_hidden_layers * self.num_experts * self.expert_params * share
 
     def attention_flops(self, num_rows: np.ndarray | float, context: float) -> np.ndarray | float:
-        """Returns the operations of `num_rows` rows for products with the keys and values of `context` tokens each."""
+        """Returns the number of operations with which `num_rows` rows attend to `context` tokens each."""
         return 4.0 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * context * num_rows
 
 
@@ -162,9 +166,9 @@ MODELS = {
 
 
 def model_named(name: str, field: str) -> ModelShape:
-    """Returns the shape of a known model, with or without its organisation, or of a folder with a config.json.
+    """Returns the shape of a model, which is named or given as a folder with a config.json.
 
-    Raises ConfigError with the field, the value and the fix.
+    A name may begin with the organisation, as on Hugging Face. Raises ConfigError with the field, the value and the fix.
     """
     folder = Path(name)
     if (folder / "config.json").is_file():

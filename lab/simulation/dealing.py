@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assignment of requests to engines at the start of a rollout.
+"""Assigns requests to engines at the start of a rollout.
 
 Shapes: R requests, E engines.
 """
@@ -11,18 +11,18 @@ import numpy as np
 
 
 def in_shards(num_requests: int, num_engines: int) -> np.ndarray:
-    """Returns the engine of each request, int64 [R], in contiguous shards of equal size, as in NeMo-RL."""
+    """Returns the engine of each request, int64 [R]. Each engine gets a contiguous shard of equal size, as in NeMo-RL."""
     return np.arange(num_requests) * num_engines // max(num_requests, 1)
 
 
 def longest_first(groups_R: Sequence[int], expected_R: np.ndarray, loads_E: np.ndarray) -> np.ndarray:
-    """Returns the engine of each request, int64 [R]. The longest are placed first, each on the least loaded engine.
+    """Returns the engine of each request, int64 [R]. The longest requests are placed first, each in the least loaded engine.
 
-    `groups_R` numbers the prompt of each request, and `expected_R` is its expected length in tokens. `loads_E` has the
-    expected tokens that engines already have, where a value that is not finite excludes the engine.
+    `groups_R` has the number of each request's prompt, and `expected_R` its expected length in tokens. `loads_E` are the
+    tokens that each engine is already expected to decode. An engine whose load is not finite gets no request.
 
-    Samples of a prompt stay together if there are at least two prompts for each engine: drafters learn from them, and the
-    engine shares the KV cache of their prompt. Source: LPT scheduling, Graham 1969, within 4/3 of the shortest makespan.
+    Samples of a prompt go to the same engine if there are at least two prompts for each engine, because drafters learn from
+    them and they share the KV cache of the prompt. Source: LPT scheduling, Graham 1969, within 4/3 of the shortest makespan.
     """
     names = np.unique(np.asarray(groups_R), return_inverse=True)[1]
     least = [(load, e) for e, load in enumerate(loads_E.tolist()) if np.isfinite(load)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event loop of a simulated rollout, in which engines decode, requests end, and the tail policy moves and races them.
+"""Event loop of a simulated rollout, in which engines decode, requests end, and a tail policy decides on moves and races.
 
 Shapes: R requests, B requests of an engine, N spans, T moments.
 """
@@ -18,7 +18,7 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
 
 @dataclass(frozen=True)
 class TailChange:
-    """A move or a race of a request."""
+    """A move of a request, or the start of a race for it."""
 
     at_s: float
     is_race: bool
@@ -29,17 +29,17 @@ class RolloutResult:
     """Result of a rollout. Token counts come from a fluid model, so they are fractional."""
 
     end_R: np.ndarray
-    """End of each request in seconds, float64."""
+    """Second at which each request ended, float64."""
     length_R: np.ndarray
-    """Response tokens of each request, int64."""
+    """Number of response tokens of each request, int64."""
     spans: tuple[Span, ...]
     num_engines: int
     num_tokens: float
     """Number of tokens of all responses."""
     num_wasted_tokens: float
-    """Number of tokens that racers made in vain."""
+    """Number of tokens that engines decoded for nothing, because another engine won the race."""
     changes: tuple[TailChange, ...] = ()
-    """Moves and races in order."""
+    """Moves and races in the order in which they happened."""
 
     @property
     def num_moves(self) -> int:
@@ -56,26 +56,26 @@ class RolloutResult:
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds, summed over engines."""
+        """Seconds in which engines were busy, summed over engines."""
         return sum(span.end_s - span.begin_s for span in self.spans)
 
     @property
     def num_request_steps(self) -> float:
-        """Number of engine steps, each counted once for every request in it."""
+        """Sum over all engine steps of the number of requests in the step."""
         return sum(span.num_steps * span.num_requests for span in self.spans)
 
     @property
     def idle_share(self) -> float:
-        """Idle share of the engines' time until the last request ended."""
+        """Share of the engines' time in which they were idle, until the last request ended."""
         return 1.0 - self.busy_s / (self.num_engines * self.seconds)
 
     def idle_share_between(self, begin_s: float, end_s: float) -> float:
-        """Returns the idle share of the engines' time in an interval."""
+        """Returns the share of the engines' time in which they were idle, between two seconds."""
         busy_s = sum(max(0.0, min(s.end_s, end_s) - max(s.begin_s, begin_s)) for s in self.spans)
         return 1.0 - busy_s / (self.num_engines * (end_s - begin_s))
 
     def running_share(self, num_points: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns moments in seconds and the share of busy engines around each of them, both float64 [T]."""
+        """Returns `num_points` moments in seconds, and the share of busy engines around each moment, both float64 [T]."""
         edges = np.linspace(0.0, self.seconds, num_points + 1)
         begins_N = np.array([span.begin_s for span in self.spans])
         ends_N = np.array([span.end_s for span in self.spans])
@@ -85,7 +85,7 @@ class RolloutResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an RL step, in steady state if steps overlap."""
+    """Times of an RL step. If steps overlap, they are means in the steady state."""
 
     variant: str
     parts_s: dict[str, float]
@@ -93,7 +93,7 @@ class StepResult:
     rollout_s: float
     """Seconds from the start of a batch until its last request ended."""
     idle_share: float
-    """Idle share of all GPUs over a step."""
+    """Share of the time of all GPUs in which they are idle during a step."""
     rollout: RolloutResult
 
     @property
@@ -103,9 +103,11 @@ class StepResult:
 
 
 class Rollout:
-    """Owns the engines, the clock and the attempts. Example: `start(...)` with engine numbers, then `run()`.
+    """A simulated rollout. Owns the engines, the clock, and the attempts of engines at requests.
 
-    Invariant: a request runs on several engines only while it is raced. The first engine to end it ends it everywhere.
+    Call `start` with the engine of each request, and then `run`.
+
+    Invariant: a request runs in several engines only while they race for it. As soon as one of them ends it, it ends in all.
     """
 
     def __init__(self, workload: Workload, engines: Sequence[SimulatedEngine], tail: TailPolicy | None = None) -> None:
@@ -119,12 +121,12 @@ class Rollout:
         self._num_wasted = 0.0
         self._changes: list[TailChange] = []
         self._given: dict[tuple[int, int], float] = {}
-        """Number of tokens that an attempt took over when it began."""
+        """Number of tokens that an attempt took over when it began, by request and engine."""
         self._made: dict[int, float] = defaultdict(float)
-        """Number of tokens that ended attempts at a request have made."""
+        """Number of tokens that ended attempts have decoded, by request."""
 
     def start(self, requests_R: np.ndarray, engine_R: np.ndarray) -> None:
-        """Starts requests now, each on its engine. Requests without a slot wait there."""
+        """Starts requests now, each in the engine that `engine_R` names. A request waits there if no slot is free."""
         for index in np.unique(engine_R).tolist():
             engine = self.engines[index]
             engine.advance(self.now_s)
@@ -161,7 +163,7 @@ class Rollout:
     # Events
 
     def _end(self, engine: SimulatedEngine) -> None:
-        """Ends the next request of an engine."""
+        """Handles the end of an engine's next request, and asks the tail policy if that is due."""
         engine.advance(self.now_s)
         ended = engine.ended()
         engine.drop(ended)
@@ -189,7 +191,7 @@ class Rollout:
             self.tail.estimator.finished(int(self.workload.prompt_R[request]), length)
 
     def _take_away(self, engine: SimulatedEngine, request: int) -> None:
-        """Ends an attempt before its request ends."""
+        """Ends an engine's attempt at a request before the request has ended."""
         engine.advance(self.now_s)
         self._close(request, engine, engine.drop(np.array([request])))
 
@@ -221,7 +223,11 @@ class Rollout:
     # The tail
 
     def _carry_out(self, decision: TailDecision) -> None:
-        """Stops and starts attempts. A new attempt continues from the furthest one, because all make the same tokens."""
+        """Stops and starts attempts as the tail policy has decided.
+
+        A new attempt continues from the attempt at the same request that is furthest, because all attempts make the same
+        tokens.
+        """
         moved = {request for request, _ in decision.stops}
         stopped = {index for _, index in decision.stops}
         furthest = {r: self._furthest(r) for r, _ in decision.starts}
@@ -246,7 +252,7 @@ class Rollout:
 
 
 def _seconds_since(starts_N: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Returns for each edge the sum of the seconds since every earlier start."""
+    """Returns for each moment in `edges` the sum of the seconds since every earlier start."""
     sorted_N = np.sort(starts_N)
     sums = np.concatenate([[0.0], np.cumsum(sorted_N)])
     num_before = np.searchsorted(sorted_N, edges, "right")

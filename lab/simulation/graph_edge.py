@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts are worth beyond the largest CUDA graph, and whether the policy goes there exactly when it pays.
+"""Shows what drafts are worth beyond the largest CUDA graph, and whether the speculation policy uses them when they pay.
 
     python -m lab.simulation.graph_edge [--gpu h200|h100]
 
-The engine's own policy and step model decide. Seconds of steps within vLLM's graphs, and of steps without a graph, are those
-that `lab.gpu` measured with Qwen3-8B's shape, from the JSON files in docs/benchmarks. No GPU has run larger graphs yet, so
-their seconds are extrapolated from those within vLLM's graphs. Each draft is right with probability p, and the numbers of
-tokens are expected values.
+The engine's own speculation policy and step model decide. The seconds of engine steps within vLLM's graphs and without a graph
+were measured by `lab.gpu` with Qwen3-8B's shape, and are read from the JSON files in docs/benchmarks. No GPU has run larger
+graphs yet, so their seconds are extrapolated from those within vLLM's graphs. Each draft is right with probability p, and the
+numbers of tokens are expected values.
 
 Shapes: K draft positions, Q bins of survival, N numbers of drafts.
 """
@@ -29,18 +29,18 @@ RUNS = {
     "h200": (("gpu-h200.json", "speed_compiled"), ("gpu-h200-one-price.json", "speed_compiled")),
     "h100": (("gpu-h100.json", "speed"),),
 }
-"""Files and items that measured Qwen3-8B's shape on each GPU."""
+"""Files in docs/benchmarks and their items with measurements of Qwen3-8B's shape, by GPU."""
 VLLMS_LARGEST = 512
 KNEE = 200.0
-"""Rows beyond which these GPUs compute for longer than they read the weights."""
+"""Number of rows beyond which the measured GPUs take longer to compute a step than to read the weights."""
 POSITIONS = 32
 """Most drafts of a request, which is the default of `run_ahead.most_drafts` (K)."""
 NUM_BINS = 128
 VOCAB_SIZE = 151_936
 COSTS_EVERY = 16
-"""Steps between two updates of the policy's costs, as in the engine."""
+"""Number of engine steps between two updates of the speculation policy's costs, as in the engine."""
 NOISE = 0.05
-"""Standard deviation of the logarithm of a step's seconds."""
+"""Standard deviation of the random noise on the logarithm of an engine step's seconds."""
 NUM_STEPS = 1500
 BATCHES = (8, 16, 32, 64, 128)
 RATES = (0.8, 0.95, 0.98, 1.0)
@@ -48,19 +48,19 @@ RATES = (0.8, 0.95, 0.98, 1.0)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of an engine's steps, as a fit that is linear in rows, in rows beyond the knee, and in requests."""
+    """Seconds of engine steps, by a fit that is linear in rows, in rows beyond `KNEE`, and in requests."""
 
     fixed_s: float
     row_s: float
     knee_row_s: float
     request_s: float
     launched_s: float
-    """Seconds that the host needs to launch a step without a graph. The step takes longer only if the GPU does."""
+    """Seconds that the host needs to launch an engine step without a graph. The step takes longer only if the GPU does."""
     graph_sizes: tuple[int, ...] = tuple(vllms_graphs(VLLMS_LARGEST))
 
     @classmethod
     def of(cls, gpu: str) -> "StepTimes":
-        """Returns a least-squares fit to a GPU's steps within graphs, with the median of its steps without a graph."""
+        """Returns a least-squares fit to a GPU's steps within graphs, and the median of its steps without a graph."""
         steps = measured_steps(gpu)
         requests, rows, ms = steps[steps[:, 1] <= VLLMS_LARGEST].T
         terms = np.stack([np.ones(len(rows)), rows, np.maximum(rows - KNEE, 0.0), requests], axis=1)
@@ -71,12 +71,12 @@ class StepTimes:
         )
 
     def with_larger_graphs(self, num_requests: int) -> "StepTimes":
-        """Returns the same machine with the graphs that an engine with this many requests of K drafts each captures."""
+        """Returns the same times with larger graphs, as an engine captures them for this many requests with K drafts each."""
         added = larger_graphs({}, num_requests * (1 + POSITIONS), VLLMS_LARGEST, VOCAB_SIZE)
         return replace(self, graph_sizes=(*self.graph_sizes, *added))
 
     def step_s(self, num_requests: int, num_rows: int) -> float:
-        """Returns the seconds of a step."""
+        """Returns the seconds of an engine step."""
         size = next((size for size in self.graph_sizes if size >= num_rows), None)
         rows = num_rows if size is None else size
         gpu_s = self.fixed_s + rows * self.row_s + max(rows - KNEE, 0) * self.knee_row_s + num_requests * self.request_s
@@ -97,7 +97,7 @@ def measured_steps(gpu: str) -> np.ndarray:
 
 
 class Drafts:
-    """The drafts of a batch in which every request has K, each right with the same probability."""
+    """The drafts of a batch in which every request has K draft tokens, each right with the same probability."""
 
     def __init__(self, num_requests: int, rate: float) -> None:
         self.num_requests = num_requests
@@ -115,13 +115,13 @@ class Drafts:
         return self.num_requests * POSITIONS
 
     def tokens(self, num_drafts: int) -> float:
-        """Returns the expected tokens of a step that verifies the likeliest drafts."""
+        """Returns the expected number of tokens of an engine step that verifies the `num_drafts` likeliest drafts."""
         return float(self.num_requests + self._tokens_N[num_drafts])
 
 
 @dataclass
 class Played:
-    """The sums of some steps."""
+    """Tokens and seconds, summed over simulated engine steps."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -134,7 +134,10 @@ class Played:
 
 
 def play(drafts: Drafts, machine: StepTimes, policy: AutoPolicy, num_steps: int = NUM_STEPS) -> Played:
-    """Takes steps with the engine's policy and step model, from an engine that knows nothing of its machine."""
+    """Simulates engine steps with `policy` and a new step model, which know nothing of the machine at first.
+
+    Returns the sums over all steps.
+    """
     model = StepModel(drafts.num_requests + drafts.most, machine.graph_sizes)
     rng = np.random.default_rng(0)
     played = Played()
@@ -155,7 +158,7 @@ def play(drafts: Drafts, machine: StepTimes, policy: AutoPolicy, num_steps: int 
 
 
 def best_fixed(drafts: Drafts, machine: StepTimes) -> tuple[int, float]:
-    """Returns the number of drafts per request that gives the most tokens per second, and that rate."""
+    """Returns the number of drafts per request with the most tokens per second, and that number of tokens per second."""
     rates = [
         drafts.tokens(k * drafts.num_requests) / machine.step_s(drafts.num_requests, (1 + k) * drafts.num_requests)
         for k in range(POSITIONS + 1)
@@ -165,12 +168,12 @@ def best_fixed(drafts: Drafts, machine: StepTimes) -> tuple[int, float]:
 
 
 def auto() -> AutoPolicy:
-    """Returns the engine's policy with the default margin, for drafters without weights."""
+    """Returns the engine's speculation policy with the default margin, for drafters without weights."""
     return AutoPolicy(0.03, POSITIONS, POSITIONS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a row for each number of requests and probability."""
+    """Prints a row for each number of requests and each probability."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", choices=RUNS, default="h200")
     gpu = parser.parse_args(arguments).gpu

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that the host chooses drafts by rates that are a step old, replayed from a real model's proposals.
+"""Shows what it costs if the host chooses drafts by acceptance rates that are one engine step old.
 
     python -m lab.simulation.late_choice [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
 
-Each row is a way of choosing, in tokens per second divided by the device's. Proposals, tokens, board and policy are
-the same (`lab.simulation.replay`). Each figure is the median of `SEEDS` runs, which differ in the noise of the seconds.
+The proposals of real drafters are replayed (`lab.simulation.replay`). Each row of the table is a way to choose drafts, and its
+figures are the tokens per second divided by those of a choice on the device. All rows have the same proposals, tokens, draft
+board and speculation policy. Each figure is the median of `SEEDS` runs, which differ in the random noise on the seconds.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ SEEDS = 5
 def rates(
     record: Record, drafters: Sequence[int], machine: Machine, choice: Choice, at_a_time: int | None = None
 ) -> np.ndarray:
-    """Returns the tokens per second in each batch of the record, in their order, float64, as medians over the seeds."""
+    """Returns the tokens per second of each batch of the record, float64, as medians over the seeds."""
     order = sorted(set(record.batch_R.tolist()))
     found = []
     for seed in range(SEEDS):
@@ -31,7 +32,7 @@ def rates(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table for the record."""
+    """Prints the table for a record of proposals."""
     options = options_of(__doc__, arguments)
     record = Record.load(options.record)
     machine = MACHINES[options.machine]

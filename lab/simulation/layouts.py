@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of drafting for a policy and some GPUs, simulated with the measured pieces (`lab.bench.layouts` is the command)."""
+"""Simulates layouts of drafting on the GPUs of a policy, with measured costs. The command is `lab.bench.layouts`."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,37 +18,38 @@ from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
 
 POLICIES = {"Qwen3-8B": "Qwen3-0.6B", "Qwen3-32B": "Qwen3-0.6B"}
-"""Policies, and the draft model of each."""
+"""Name of each policy, with the name of its draft model."""
 GPUS = (8, 16, 32, 64)
 PER_GPU = (8, 32)
-"""Numbers of requests of a step per GPU."""
+"""Numbers of requests of a training step for each GPU."""
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 TEXT_LESS = 0.25
-"""Acceptance rate of a model drafter minus that of a text drafter (`ASSUMED_ACCEPTANCE`, lab/cli/simulated_config.py)."""
+"""Acceptance rate of a drafter with weights, minus that of a text drafter (`ASSUMED_ACCEPTANCE`,
+lab/cli/simulated_config.py)."""
 SIZES = (1, 2, 4, 8)
 SAMPLES = 8
 TAIL_P, TAIL_GPUS = 0.8, 16
 TAIL_SIZES = {"Qwen3-8B": 2, "Qwen3-32B": 4}
-"""Sizes of the engines whose tails are compared, so that there are several."""
+"""Number of GPUs per engine where moves and races are compared. It is small enough that there are several engines."""
 MOVING, RACING = FastestOfNConfig(max_racers=1), FastestOfNConfig()
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 REGION_PER_GPU = (1, 4, 16, 64)
 REGION_GPUS = 8
 NO_DRAFTS, REMOTE = "no drafts", "remote drafter"
 AHEAD_LAYOUTS = (NO_DRAFTS, "EAGLE-3 head", REMOTE)
-"""Layouts that are simulated with `run_ahead`."""
+"""Names of the layouts that are also simulated with `run_ahead`."""
 STEPS_AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to draft."""
+    """A way to draft, either in the policy's engine or on separate GPUs."""
 
     name: str
     kind: str
-    """As in `Fleet.speculation`."""
+    """Kind of drafting, as `Fleet.speculation` takes it."""
     draft: str
-    """As in `MethodConfig`, or `model` for the policy's draft model."""
+    """Source of the drafts, as in `MethodConfig.draft`, or `model` for the policy's draft model."""
 
 
 LAYOUTS = (
@@ -60,13 +61,13 @@ LAYOUTS = (
     Layout(REMOTE, APART, "model"),
 )
 VANILLA = LAYOUTS[1].name
-"""Vanilla speculation, with always three drafts of a draft model in the engine."""
+"""Name of vanilla speculation, where a draft model in the policy's engine always makes three drafts."""
 COUPLED_LAYOUTS = tuple(layout.name for layout in LAYOUTS[1:5])
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of a policy on some GPUs."""
+    """A policy on some GPUs, with its number of requests for each GPU and its acceptance `p`."""
 
     policy: str
     device: str
@@ -78,7 +79,7 @@ class Case:
     def scenario(
         self, layout: Layout, size: int, *, more: dict[str, Any] | None = None, races: bool = False
     ) -> Scenario:
-        """Returns the scenario of a layout with engines of `size` GPUs. Raises ConfigError if the policy does not fit."""
+        """Returns the scenario of a layout whose engines have `size` GPUs. Raises ConfigError if the policy does not fit."""
         model = POLICIES[self.policy]
         drafts = [model if layout.draft == "model" else layout.draft]
         if races:
@@ -106,13 +107,13 @@ class Case:
 
 
 def cases(device: str, gpus: Sequence[int] = GPUS, acceptances: Sequence[float] = ACCEPTANCES) -> Iterator[Case]:
-    """Yields all cases."""
+    """Yields a case for each policy and each combination of numbers of GPUs, requests per GPU, and acceptances."""
     for policy, num_gpus, per_gpu, p in itertools.product(POLICIES, gpus, PER_GPU, acceptances):
         yield Case(policy, device, num_gpus, per_gpu, p)
 
 
 def fleets(case: Case, layout: Layout) -> dict[int, Fleet]:
-    """Returns the engines of a layout by size, for each size that fits the GPUs and the policy."""
+    """Returns a fleet for each number of GPUs per engine with which the layout fits, by this number."""
     found = {}
     for size in (size for size in SIZES if size <= case.num_gpus):
         try:
@@ -126,7 +127,7 @@ def fleets(case: Case, layout: Layout) -> dict[int, Fleet]:
 
 
 def layout_rows(all_cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Yields for each case and layout the seconds of a rollout with the best size."""
+    """Yields for each case and layout the seconds of a rollout with the best number of GPUs per engine."""
     plain: dict[tuple[str, int, int], dict[str, Any]] = {}
     for case in all_cases:
         for layout in LAYOUTS:
@@ -155,7 +156,10 @@ def _layout_row(case: Case, layout: Layout) -> dict[str, Any]:
 
 
 def tail_rows(device: str, seeds: range) -> Iterator[dict[str, Any]]:
-    """Yields the gains of moves, races and `run_ahead` with engines of one size, as ratios of rollouts, means over seeds."""
+    """Yields the gains of moves, races and `run_ahead` for each case and layout, as means over `seeds`.
+
+    A gain is the ratio of the seconds of two rollouts. The engines of a policy have `TAIL_SIZES` GPUs.
+    """
     for case, layout in itertools.product(cases(device, (TAIL_GPUS,), (TAIL_P,)), LAYOUTS):
         ratios = [_tail_ratios(replace(case, seed=seed), layout) for seed in seeds]
         means = {name: mean(r[name] for r in ratios) for name in ratios[0]}
@@ -163,10 +167,10 @@ def tail_rows(device: str, seeds: range) -> Iterator[dict[str, Any]]:
 
 
 def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
-    """Returns seconds of rollouts divided by those of engines that all draft alike, without moves and races.
+    """Returns the seconds of rollouts with moves, races or `run_ahead`, divided by those of rollouts without these.
 
-    Engines race only if they draft by two methods, which by itself makes some of them slower. Rollouts with texts in flight
-    are means of six steps.
+    Engines race only if they draft by two methods, which makes some of them slower. So the seconds of two methods without
+    races are also returned. Rollouts with `run_ahead` are means over six steps.
     """
     size = TAIL_SIZES[case.policy]
     alone, racing = (Fleet(case.scenario(layout, size, races=races)) for races in (False, True))
@@ -198,10 +202,12 @@ def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
 
 
 def region_rows(device: str) -> Iterator[dict[str, Any]]:
-    """Yields the planner's speed of remote drafters divided by that of the best coupled ones, in a batch that never drains.
+    """Yields the speed of remote drafters, as the planner predicts it, divided by that of the best other way.
 
-    A draft token takes the given share of a plain step of the policy's engine with as many requests, in the same engine or on
-    separate GPUs. `free` are remote drafters whose GPUs are not counted, which is the most that sharing drafters can gain.
+    The other ways are drafting in the policy's engine and plain decoding. The batch never drains. A draft token takes the
+    share `ratio` of an engine step of the policy without drafts and with as many requests, both in the policy's engine and on
+    separate GPUs. The figure `free` does not count the GPUs of remote drafters, so it is the most that sharing drafters can
+    gain.
     """
     for policy in POLICIES:
         case = Case(policy, device, REGION_GPUS, PER_GPU[0], TAIL_P)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roofline's shares and fixed seconds, fitted to steps that were measured on GPUs (`docs/benchmarks/gpu*.json`).
+"""Fits the roofline's shares and fixed seconds to engine steps that were measured on GPUs (`docs/benchmarks/gpu*.json`).
 
-What was measured are steps of Qwen3-8B's shape on an H100 and an H200, with up to 512 rows in CUDA graphs, and the drafting of
-a small EAGLE-3 head on an H100. No other policy, tensor-parallel engine, long context, draft model or network was measured.
-For these the roofline uses the same shares.
+The measured steps are those of Qwen3-8B's shape on an H100 and an H200, with up to 512 rows in CUDA graphs. The drafting of a
+small EAGLE-3 head was measured on an H100. No other policy, tensor-parallel engine, long context, draft model or network was
+measured. For these the roofline uses the same shares.
 
 Shapes: N measured steps.
 """
@@ -18,16 +18,16 @@ from lab.simulation.data_sheets import device_named, model_named
 from lab.simulation.graph_edge import BENCHMARKS, VLLMS_LARGEST, measured_steps
 
 GPUS = {"H100": "h100", "H200": "h200"}
-"""Data sheet of each measured GPU, and its name in the benchmarks."""
+"""Name of each measured GPU's data sheet, with the GPU's name in docs/benchmarks."""
 _MODEL = "Qwen3-8B"
 _CONTEXT = 256.0
 """Approximate length of the measured texts, in tokens."""
 
 
 def fitted_calibration() -> Calibration:
-    """Returns the shares of bandwidth and arithmetic, the host's seconds of a step, and those of a draft token.
+    """Returns the default calibration, with shares of the peaks and seconds of the host that fit the measurements.
 
-    Seconds of layers without rows stay as assumed, because only one number of layers was measured.
+    The fixed seconds of a layer keep their default, because models with only one number of layers were measured.
     """
     memory, compute, host_s = _fit()
     return Calibration(memory_share=memory, compute_share=compute, host_s=host_s, draft_host_s=_draft_token_s())
@@ -45,7 +45,10 @@ def errors() -> dict[str, tuple[float, float, float]]:
 
 @cache
 def _fit() -> tuple[float, float, float]:
-    """Fits the logarithms of the measured seconds by least squares."""
+    """Returns the shares of bandwidth and arithmetic and the host's seconds of a step that fit the measured steps best.
+
+    The fit minimises the squared differences of the logarithms of seconds.
+    """
     from scipy.optimize import least_squares
 
     measured = {device: _steps(device) for device in GPUS}
@@ -72,14 +75,17 @@ def _predicted(device: str, calibration: Calibration, requests_N: np.ndarray, ro
 
 
 def _steps(device: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns requests, rows and seconds of a GPU's steps within vLLM's graphs."""
+    """Returns the requests, rows and seconds of a GPU's measured steps within vLLM's graphs."""
     steps = measured_steps(GPUS[device])
     requests_N, rows_N, ms_N = steps[steps[:, 1] <= VLLMS_LARGEST].T
     return requests_N, rows_N, 1e-3 * ms_N
 
 
 def _draft_token_s() -> float:
-    """Returns the seconds by which each further draft of a small head makes a step longer, all of it on the host."""
+    """Returns the seconds by which each further draft token of a small head makes an engine step longer.
+
+    All of these seconds are taken to be the host's.
+    """
     report = json.loads((BENCHMARKS / "gpu-h100.json").read_text(encoding="utf-8"))
     (table,) = report["items"]["head"]["tables"].values()
     one, three = (1e-3 * table[f"{number} drafts"]["ms of drafting"] for number in (1, 3))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of the simulator with both papers: reported figures, predictions, and which figures were inputs."""
+"""Compares the simulator's predictions with the figures of two papers, which are called Paper B and SpecActor.
+
+Paper B is NVIDIA's (arXiv 2604.26779), and SpecActor is arXiv 2511.16193. Some of their figures were inputs of the simulated
+scenarios, so only the others test the simulator.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,22 +23,22 @@ _RACING = Variant("decoupled, racing", APART, FastestOfNConfig())
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of a paper and its prediction."""
+    """One figure of a paper, and the simulator's prediction of it."""
 
     table: str
     name: str
     role: str
     """`input` if the scenario was fitted to the figure, and otherwise `prediction`."""
     low: float
-    """Figure of the paper, or the lower end of its range."""
+    """Figure of the paper, or the lower end of a range that the paper gives."""
     high: float
-    """Upper end of the range."""
+    """Upper end of the range, or the figure itself."""
     predicted: float
     unit: str = "x"
 
     @property
     def error(self) -> float:
-        """Relative error to the nearer end of the range, or 0 within it."""
+        """Relative error of the prediction to the nearer end of the range, or 0 within the range."""
         nearest = min(max(self.predicted, self.low), self.high)
         return self.predicted / nearest - 1.0 if nearest else float(self.predicted != 0.0)
 
@@ -50,7 +54,10 @@ def account() -> Iterator[Cell]:
 
 
 def step_table() -> Iterator[Cell]:
-    """Yields Paper B's step times of Qwen3-8B with and without speculation. The plain column is an input."""
+    """Yields Paper B's times of a training step of Qwen3-8B with and without speculation.
+
+    The times without speculation are inputs.
+    """
     plain_parts = {ZERO: (0.2, 1.9, 17.8, 31.3), THINK: (0.3, 2.1, 17.9, 31.4)}
     speculated = {ZERO: (0.2, 2.1, 56.6, 18.1, 30.5, 107.5), THINK: (0.2, 1.6, 87.0, 18.1, 30.5, 137.4)}
     plain_totals = {ZERO: (100.0, 151.2), THINK: (133.6, 185.3)}
@@ -70,7 +77,10 @@ def step_table() -> Iterator[Cell]:
 
 
 def k_sweep() -> Iterator[Cell]:
-    """Yields Paper B's figures by draft length. Inputs are the acceptance length at k=3 and RL-Zero's cost at k=3 and 5."""
+    """Yields Paper B's acceptance lengths and speedups for different numbers k of drafts.
+
+    Inputs are the acceptance lengths at k=3, and RL-Zero's speedups at k=3 and k=5.
+    """
     paper = {
         ZERO: {3: (3.32, 1.77), 5: (4.35, 1.44), 7: (5.06, 1.21)},
         THINK: {3: (2.77, 1.53), 5: (3.23, 0.84), 7: (3.48, 0.71)},
@@ -111,7 +121,11 @@ def asynchronous() -> Iterator[Cell]:
 
 
 def projections() -> Iterator[Cell]:
-    """Yields Paper B's projections for 235B. The scale of k=7 is not stated; 512 GPUs fit its share of generation."""
+    """Yields Paper B's projections for a model of 235B parameters.
+
+    The paper does not say for how many GPUs its projection at k=7 is. 512 GPUs are assumed, because then the share of
+    generation fits.
+    """
     longer = ("drafting.k=7", "drafting.methods=[{name: eagle3, acceptance_length: 5.0, at_k: 7}]")
     surest = ("drafting.k=7", "drafting.methods=[{name: eagle3, acceptance_length: 8.0, at_k: 7}]")
     cells = (
@@ -128,7 +142,7 @@ def projections() -> Iterator[Cell]:
 
 
 def specactor() -> Iterator[Cell]:
-    """Yields SpecActor's ranges over its traces, compared with the trace that resembles DAPO."""
+    """Yields SpecActor's figures, which are ranges over several traces, and predictions for the trace that resembles DAPO."""
     plain = _step(DAPO, PLAIN)
     vanilla = _step(DAPO, FIXED)
     figures = [

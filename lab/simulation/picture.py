@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of a comparison, with GPU use over time, the parts of a step, and the response lengths.
+"""Draws the picture of a comparison, with GPU use over time, the parts of a step, and the response lengths.
 
 The palette is Okabe and Ito's, as in the run reports.
 """
@@ -28,7 +28,7 @@ _BINS = 40
 
 
 def picture(comparison: Comparison) -> bytes:
-    """Returns the picture as PNG bytes."""
+    """Returns the picture of a comparison as PNG bytes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
@@ -45,7 +45,7 @@ def picture(comparison: Comparison) -> bytes:
 
 
 def draw_use(ax: Axes, comparison: Comparison) -> None:
-    """Draws the share of busy engines over time, for the plain and the best variant."""
+    """Draws the share of busy engines over time, for plain decoding and for the best variant."""
     for step, colour in ((comparison.plain, SILVER), (comparison.best, BLUE)):
         at_s, busy = step.rollout.running_share(_POINTS)
         ax.fill_between(at_s, busy, color=colour, alpha=0.25, linewidth=0)
@@ -97,7 +97,7 @@ def draw_lengths(ax: Axes, comparison: Comparison) -> None:
 
 
 def _shown(comparison: Comparison) -> list[str]:
-    """Returns the parts that take a visible share of any step."""
+    """Returns the names of the parts that take a visible share of any variant's step."""
 
     def share(part: str, step: StepResult) -> float:
         return step.parts_s[part] / step.step_s

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how far the policy stays behind perfect decisions on a record of proposals.
+"""Measures how far the engine's speculation policy stays behind perfect decisions on a record of proposals.
 
     python -m lab.simulation.regret [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
 
 Three ways to decide are compared, with the same proposals and the same machine:
-- ours: the engine's policy, which learns seconds and foresees survival;
-- rates: true seconds, and each depth is weighed after all drafts were made, by the board's rates for these very drafts;
-- hindsight: the tokens are known, so only right drafts are made and verified.
+  ours       is the engine's speculation policy, which learns the seconds of engine steps and predicts survival.
+  rates      knows the true seconds. It sees the drafts of all depths before it chooses a depth, and weighs them by the
+             draft board's acceptance rates for these very drafts.
+  hindsight  knows the tokens, so it makes and verifies only drafts that are right.
 
-The latter two decide each step for the most tokens per second. They follow all requests or none, as is faster in a batch.
+The last two decide each engine step for the most tokens per second. In both, the model follows all requests or none, whichever
+is faster in a batch.
 
 Shapes: B running requests, D drafters, K draft positions, F = K + 1 depths of drafting, P positions of all responses.
 """
@@ -26,7 +28,7 @@ from nemo_specrollout.speculation.step_model import StepCosts
 
 
 class _PaidPolicy(FixedPolicy):
-    """Verifies what makes the most tokens per second, after drafts whose seconds are known."""
+    """Speculation policy that knows the true seconds, and verifies the drafts that give the most tokens per second."""
 
     def __init__(self, num_positions: int, machine: Machine) -> None:
         super().__init__(num_positions, num_positions)
@@ -45,27 +47,30 @@ class _PaidPolicy(FixedPolicy):
         return min(most, int(steps.num_drafts_F[0]))
 
     def best_depth(self, spread: Spread, num_requests: int, num_rows: int) -> int:
-        """Returns the depth of the latest drafts with the most tokens per second, and notes it."""
+        """Returns the depth of drafting at which the latest drafts give the most tokens per second, and remembers it."""
         counts_FQ = spread.tokens_FQ.astype(np.float64)
         self._depth = int(self.steps(counts_FQ, num_requests, num_rows).rate_F.argmax())
         return self._depth
 
     def steps(self, counts_FQ: np.ndarray, num_requests: int, num_rows: int, depth: int | None = None) -> Steps:
-        """Returns the best steps by depth of drafting, or only for `depth` if that is known."""
+        """Returns the best engine step for each depth of drafting, or only for `depth` if it is given."""
         depths = range(len(counts_FQ)) if depth is None else (depth,)
         draft_s_F = np.array([self._machine.draft_s(num_rows, num_requests, depth) for depth in depths])
         return best_steps(counts_FQ, num_requests, self._true_costs, 0.0, draft_s_F, self._machine.pass_row_s)
 
 
 def true_costs(machine: Machine) -> StepCosts:
-    """Returns the seconds of a machine's steps, without the time in which a model drafts."""
+    """Returns the seconds of engine steps on a machine, without the time in which a model drafts."""
     rows = np.arange(MAX_ROWS + 1)
     seconds_R = np.array([machine.step_s(0, int(n), False) for n in rows]) + machine.request_s * rows
     return StepCosts(seconds_R, np.array(machine.graph_sizes, np.float64), -machine.request_s, text_s=machine.text_s)
 
 
 class RatesReplay(Replay):
-    """A replay that weighs each depth by the board's rates for drafts that were made. Only the chosen depth is paid."""
+    """A replay that chooses the depth of drafting after the drafts were made, by the board's acceptance rates for them.
+
+    Only the seconds of the chosen depth count.
+    """
 
     def __init__(self, record: Record, drafters: Sequence[int], machine: Machine) -> None:
         self._paid = _PaidPolicy(record.drafts_PDK.shape[2], machine)
@@ -79,7 +84,7 @@ class RatesReplay(Replay):
 
 
 class Hindsight:
-    """An engine that knows which recorded drafts are right."""
+    """A simulated engine that knows which recorded drafts are right."""
 
     def __init__(self, record: Record, machine: Machine, has_model: bool) -> None:
         self._record = record
@@ -92,7 +97,7 @@ class Hindsight:
         self._num_positions = right_PDK.shape[2]
 
     def play(self, batch: int, at_a_time: int | None = None) -> Phase:
-        """Rolls out a batch of the record, at most `at_a_time` requests at once."""
+        """Rolls out a batch of the record with at most `at_a_time` requests at once, and returns its tokens and seconds."""
         responses = np.flatnonzero(self._record.batch_R == batch)
         next_R = self._record.start_R[responses] + 1
         end_R = self._record.start_R[responses + 1]
@@ -110,7 +115,7 @@ class Hindsight:
         return phase
 
     def _best_step(self, position_B: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, int, float]:
-        """Returns verified drafts, depth of drafting, and seconds of the step with the most tokens per second."""
+        """Returns the engine step with the most tokens per second, as drafts per request, depth of drafting, and seconds."""
         most_B = end_B - position_B - 1
         num_requests = len(position_B)
         steps = []
@@ -132,7 +137,7 @@ class Hindsight:
 def shares(
     record: Record, machine: Machine, order: Sequence[int], at_a_time: int | None = None
 ) -> list[tuple[float, float]]:
-    """Returns for each batch the policy's speed divided by what the rates allow, and divided by that of hindsight."""
+    """Returns the engine's speed in each batch, divided by that of `RatesReplay`, and divided by that of `Hindsight`."""
     ways = ways_of(record)
     ours = Replay(record, ways["all"], machine)
     by_rates = [RatesReplay(record, ways[way], machine) for way in ("all", "text")]
@@ -146,7 +151,7 @@ def shares(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table for the record."""
+    """Prints the table for a record of proposals."""
     options = options_of(__doc__, arguments)
     record = Record.load(options.record)
     machine = MACHINES[options.machine]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a record of proposals under the production policy, to find what sets of drafters are worth in each phase of a run.
+"""Replays a record of proposals, to find what different sets of drafters are worth in each phase of a run.
 
     python -m lab.simulation.replay [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
 
-The draft board, the step model and the policy are the engine's. Proposals and tokens are recorded
-(`lab.bench.record_speculation`), and seconds come from a machine's cost model, with noise. A run takes some seconds.
+The draft board, the step model and the speculation policy are the engine's. Proposals and tokens are recorded
+(`lab.bench.record_speculation`), and seconds come from a machine's cost model with random noise. The command takes some
+seconds.
 
 Shapes: B running requests, D drafters, K draft positions.
 """
@@ -31,35 +32,35 @@ from nemo_specrollout.speculation.step_model import StepModel, is_due
 
 STORED = Path(__file__).with_name("smollm2_record.npz")
 NOISE = 0.05
-"""Standard deviation of the logarithm of a step's seconds."""
+"""Standard deviation of the random noise on the logarithm of an engine step's seconds."""
 MAX_ROWS = 8192
 COSTS_EVERY = 16
-"""Steps between two updates of the policy's costs, as in the engine."""
+"""Number of engine steps between two updates of the speculation policy's costs, as in the engine."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of an engine's steps."""
+    """Cost model of engine steps on a machine."""
 
     rows: tuple[float, ...]
-    """Numbers of rows for which the seconds of a step are known."""
+    """Numbers of rows for which the seconds of an engine step are known."""
     seconds: tuple[float, ...]
-    """Seconds of a step with these numbers of rows."""
+    """Seconds of an engine step with each number in `rows`."""
     request_s: float
-    """Seconds of each request in addition to its row."""
+    """Seconds of each request, in addition to those of its rows."""
     text_s: float
-    """Seconds that drafters without weights take to propose."""
+    """Seconds that drafters without weights take to propose drafts in an engine step."""
     pass_s: float
     """Seconds of a forward pass of the drafter with weights (the model)."""
     pass_row_s: float
-    """Seconds of each row of such a pass."""
+    """Seconds of each row in a forward pass of the drafter with weights."""
     sample_s: float
     """Seconds to sample one draft token of one request."""
     graph_sizes: tuple[int, ...] = ()
-    """Rows of CUDA graphs. Above the largest, a step takes twice as long."""
+    """Numbers of rows for which there is a CUDA graph. An engine step with more rows than the largest takes twice as long."""
 
     def step_s(self, num_requests: int, num_rows: int, has_drafters: bool) -> float:
-        """Returns the seconds of a step without drafting with weights."""
+        """Returns the seconds of an engine step, without the time in which a drafter with weights drafts."""
         slower = 1.0
         rows = num_rows
         if self.graph_sizes:
@@ -69,7 +70,7 @@ class Machine:
         return seconds + has_drafters * self.text_s
 
     def draft_s(self, num_rows: int, num_requests: int, depth: int) -> float:
-        """Returns the seconds to read `num_rows` tokens and draft `depth` tokens for each request."""
+        """Returns the seconds in which a drafter with weights reads `num_rows` tokens and drafts `depth` for each request."""
         passes_s = (
             self.pass_s
             + num_rows * self.pass_row_s
@@ -103,25 +104,26 @@ MACHINES = {
         _SIZES,
     ),
 }
-"""Two cores with SmolLM2-135M, the same with a deeper policy, and an H200 with Qwen3-8B (docs/benchmarks/gpu.md)."""
+"""Machines by name. They are two cores with SmolLM2-135M, the same with a deeper policy, and an H200 with Qwen3-8B
+(docs/benchmarks/gpu.md)."""
 
 
 @dataclass
 class Phase:
-    """The work of an engine in a batch of the record."""
+    """Sums over the engine steps of one batch of the record."""
 
     batch: int
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     depths: int = 0
-    """Sum of the depths of drafting."""
+    """Sum over engine steps of how many tokens ahead the model drafted."""
     drafts: int = 0
-    """Draft tokens that were verified."""
+    """Number of verified draft tokens."""
     dormant: int = 0
-    """Number of steps in which the model was dormant."""
+    """Number of engine steps in which the model was dormant."""
     by_step: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds and tokens of each step."""
+    """Seconds and tokens of each engine step."""
 
     @property
     def rate(self) -> float:
@@ -137,24 +139,24 @@ class Phase:
 
 
 class Choice(Enum):
-    """Who chooses the drafts of a step, and from which evidence."""
+    """Who chooses the drafts of an engine step, and from which evidence."""
 
     NOW = "now"
     """Drafts are chosen from what the drafters have just proposed, as in an engine on a CPU."""
     DEVICE = "device"
-    """The host chooses the number of drafts from proposals that are one step old. Then the device chooses the drafts from
-    current proposals."""
+    """The host chooses the number of drafts from proposals that are one engine step old. Then the device chooses the drafts
+    from current proposals."""
     HOST = "host"
-    """The host chooses both the number and the drafts, from proposals that are one step old (`HostBudget`)."""
+    """The host chooses both the number and the drafts, from proposals that are one engine step old (`HostBudget`)."""
     UNFORESEEN = "host without foresight"
-    """As `HOST`, but the rates of the step before are used as if they were current."""
+    """The same as `HOST`, but acceptance rates that are one engine step old are used as if they were current."""
 
 
 class Replay:
-    """An engine whose proposals and tokens are recorded. Owns the board, the policy and the clock."""
+    """A simulated engine whose proposals and tokens come from a record. Owns the draft board and the speculation policy."""
 
     choice = Choice.NOW
-    """Who chooses the drafts. Set it before the first batch."""
+    """Who chooses the drafts. It must be set before the first batch."""
 
     def __init__(
         self,
@@ -165,7 +167,10 @@ class Replay:
         max_requests: int = 64,
         seed: int = 0,
     ) -> None:
-        """`drafters` are those that take part. An empty sequence means plain decoding."""
+        """Makes an engine that has decoded nothing.
+
+        `drafters` are numbers of the record's drafters, or empty for plain decoding.
+        """
         self._record = record
         self._machine = machine
         self._drafters = list(drafters)
@@ -176,9 +181,9 @@ class Replay:
         self._step_model = StepModel(MAX_ROWS, machine.graph_sizes)
         self._drafts_SK = np.zeros((max_requests, num_positions), np.int64)
         self._rates_2SK = np.zeros((2, max_requests, num_positions), np.float32)
-        """Rates of the step before the latest one, and of the latest one."""
+        """Acceptance rates of the drafts in the latest two engine steps, the older step first."""
         self._spread: Spread | None = None
-        """What was proposed in the step before."""
+        """Number of proposed drafts by survival in the previous engine step, or None before the first."""
         self._foresight = Foresight(max_requests, num_positions, 0.0)
         self._num_steps = 0
         self._rests = False
@@ -201,7 +206,7 @@ class Replay:
         self._follows_S = np.zeros(max_requests, np.bool_)
 
     def play(self, batch: int, at_a_time: int | None = None) -> Phase:
-        """Rolls out a batch of the record, at most `at_a_time` requests at once."""
+        """Rolls out a batch of the record with at most `at_a_time` requests at once, and returns its tokens and seconds."""
         waiting = np.flatnonzero(self._record.batch_R == batch).tolist()
         free = list(range(len(self._lengths_S)))
         running = list[int]()
@@ -240,7 +245,7 @@ class Replay:
         self._foresight.opened(slots, [Kind.NEW] * len(slots))
 
     def _choose(self, slots_B: np.ndarray) -> tuple[np.ndarray, int]:
-        """Returns how many drafts of each request are verified, and the rows that they take."""
+        """Returns how many drafts of each request are verified, int64 [B], and how many rows they take in all."""
         caps_B = np.full(len(slots_B), self._drafts_SK.shape[1])
         num_drafts = self.policy.num_drafts(len(slots_B), int(caps_B.sum()))
         if self.choice is Choice.HOST:
@@ -254,7 +259,7 @@ class Replay:
         return counts_B, num_drafts if self.choice is Choice.DEVICE else int(counts_B.sum())
 
     def _observe_spread(self) -> None:
-        """Tells the policy what was proposed."""
+        """Tells the speculation policy how many drafts were proposed, by their survival."""
         spread = Spread.of_table(self.board.tables.spread_FQ.numpy().copy())
         known = spread if self.choice is Choice.NOW else self._spread
         self._spread = spread
@@ -262,7 +267,10 @@ class Replay:
             self.policy.observe(known)
 
     def _step(self, slots_B: np.ndarray, phase: Phase) -> None:
-        """Verifies, samples, and proposes for the next step."""
+        """Simulates an engine step, which verifies drafts, samples, and proposes drafts for the next step.
+
+        Adds it to `phase`.
+        """
         num_requests = len(slots_B)
         policy = self.policy
         counts_B = np.zeros(len(slots_B), np.int64)
@@ -310,11 +318,11 @@ class Replay:
         phase.by_step.append((seconds, int(emitted_B.sum())))
 
     def _depth(self, slots_B: np.ndarray, num_rows: int, planned: int) -> int:
-        """Returns how deep the model drafts after a step of `num_rows` rows."""
+        """Returns how many tokens ahead the model drafts after an engine step. Subclasses may change the plan."""
         return planned
 
     def _num_right(self, slots_B: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
-        """Returns how many of the verified drafts are the recorded tokens."""
+        """Returns how many verified drafts of each request are right, which means equal to the recorded tokens, int64 [B]."""
         if not counts_B.any():
             return counts_B
         drafts_SK = self._drafts_SK[slots_B]
@@ -332,7 +340,7 @@ class Replay:
         self.board.observe(texts, sampled_B, rejected_B, self._num_steps)
 
     def _propose(self, slots_B: np.ndarray, depth: int) -> None:
-        """Writes the recorded proposals to the board, and lets it choose."""
+        """Writes the recorded proposals to the draft board, and lets the board choose one draft for each position."""
         tables = self.board.tables
         num_requests = len(slots_B)
         record = self._record
@@ -358,7 +366,7 @@ class Replay:
 
 
 def ways_of(record: Record) -> dict[str, list[int]]:
-    """Returns the compared sets of drafters, which are all, the ones without weights, the model, and none."""
+    """Returns the sets of drafters to compare, by name. They are all drafters, those without weights, the model, and none."""
     text = [d for d in range(len(record.names)) if d != record.model]
     return {"plain": [], "text": text, "model": [record.model], "all": list(range(len(record.names)))}
 
@@ -366,7 +374,7 @@ def ways_of(record: Record) -> dict[str, list[int]]:
 def phases(
     record: Record, machine: Machine, order: Sequence[int], at_a_time: int | None = None
 ) -> dict[str, list[Phase]]:
-    """Returns what each set of drafters did in batches of the record in this order."""
+    """Replays batches of the record in this order with each set of drafters, and returns the phases of each set."""
     found = {}
     for way, drafters in ways_of(record).items():
         replay = Replay(record, drafters, machine)
@@ -375,7 +383,7 @@ def phases(
 
 
 def union_over_best(found: dict[str, list[Phase]], start_s: float = 0.0) -> list[float]:
-    """Returns the speed of all drafters divided by that of the best subset, for each phase from `start_s` on."""
+    """Returns the speed of all drafters divided by that of the best subset, in each phase from second `start_s` on."""
     return [
         found["all"][i].rate_from(start_s) / max(found[way][i].rate_from(start_s) for way in ("plain", "text", "model"))
         for i in range(len(found["all"]))
@@ -383,7 +391,7 @@ def union_over_best(found: dict[str, list[Phase]], start_s: float = 0.0) -> list
 
 
 def options_of(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads a command line: the path of a record, the name of a machine, and how many requests run at once."""
+    """Returns the options of a command line, which are a record, a machine's name, and how many requests run at once."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", type=Path, default=STORED)
     parser.add_argument("--machine", choices=MACHINES, default="two_cores")
@@ -392,7 +400,7 @@ def options_of(description: str | None, arguments: Sequence[str] | None) -> argp
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table for the record."""
+    """Prints the table for a record of proposals."""
     options = options_of(__doc__, arguments)
     record = Record.load(options.record)
     machine = MACHINES[options.machine]

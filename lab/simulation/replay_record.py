@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run, with the responses and what each drafter proposed at each of their positions.
+"""The record of a run, with its responses and what each drafter proposed at each of their positions.
 
-Shapes: R responses, P positions of all responses, D drafters, K draft positions.
+Shapes: R responses, P positions of all responses, D drafters, K draft positions, E kinds of evidence.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Record:
-    """Responses and proposals. Positions of a response are consecutive, from its first token on."""
+    """Responses, and what drafters proposed for them. The positions of a response are consecutive, from its first token on."""
 
     names: list[str]
     """Types of the drafters."""
     model: int
     """Number of the drafter with weights, or -1 without one."""
     priors_DE: np.ndarray
-    """Assumed acceptance rate of each kind of evidence, float32."""
+    """Acceptance rate that is assumed for each drafter and kind of evidence, float32."""
     batch_R: np.ndarray
     """Number of the batch of each response, int64."""
     group_R: np.ndarray
@@ -31,14 +31,17 @@ class Record:
     tokens_P: np.ndarray
     """Sampled tokens, int32."""
     drafts_PDK: np.ndarray
-    """Tokens proposed for each position and those after it, int32."""
+    """Tokens that each drafter proposed for each position and the positions after it, int32."""
     levels_PDK: np.ndarray
-    """Evidence levels of those tokens, int8."""
+    """Evidence level of each proposed token, int8."""
     found_PD: np.ndarray
-    """Numbers of those tokens, int8."""
+    """Number of tokens that each drafter proposed at each position, int8."""
 
     def save(self, path: Path) -> None:
-        """Writes a compressed file. Right drafts are stored as 0, because most of them are."""
+        """Writes the record to a compressed file.
+
+        Right drafts are stored as 0, which saves space because most drafts are right.
+        """
         wrong_PDK = np.where(self.drafts_PDK == self.right_PK()[:, None, :], 0, self.drafts_PDK + 1)
         arrays: dict[str, Any] = {
             k: v for k, v in vars(self).items() if isinstance(v, np.ndarray) and k != "drafts_PDK"
@@ -54,7 +57,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> "Record":
-        """Reads what `save` wrote."""
+        """Reads a record that `save` has written."""
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
         wrong_PDK = arrays.pop("wrong_PDK").astype(np.int32)
@@ -65,7 +68,7 @@ class Record:
         return cls(**{**vars(found), "drafts_PDK": drafts_PDK.astype(np.int32)})
 
     def right_PK(self) -> np.ndarray:
-        """Returns the tokens that follow each position, and -1 beyond the end of its response."""
+        """Returns the K tokens of the response from each position on, with -1 beyond the response's end, [P, K]."""
         num_positions = self.drafts_PDK.shape[2]
         ends_P = np.repeat(self.start_R[1:], np.diff(self.start_R))
         index_PK = np.arange(len(self.tokens_P))[:, None] + np.arange(num_positions)
@@ -75,7 +78,7 @@ class Record:
 
 @dataclass
 class Recorder:
-    """Collects proposals while an engine decodes plainly. Owns the proposals of responses that have not ended."""
+    """Collects drafters' proposals while an engine decodes without speculation. Owns them until `record` returns them."""
 
     names: list[str] = field(default_factory=list)
     priors_DE: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
@@ -91,7 +94,7 @@ class Recorder:
             self._proposals[seed] = {}
 
     def proposed(self, slots_B: Sequence[int], lengths_S: Sequence[int], *proposals: np.ndarray) -> None:
-        """Adds a step's proposals, which are tokens and levels [D, B, K] and numbers [D, B]."""
+        """Adds the proposals of an engine step, which are tokens and levels [D, B, K] and numbers of tokens [D, B]."""
         for row, slot in enumerate(slots_B):
             if slot in self._of_slot:
                 seed, prompt_length = self._of_slot[slot]

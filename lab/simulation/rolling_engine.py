@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine with texts in flight, which has its own requests, and requests of coming steps in free slots.
+"""A simulated engine that decodes its own requests, and early requests of coming steps in free slots (`run_ahead`).
 
-The production policy (`run_ahead/decisions/early_share.py`) decides how many of those requests run beside the engine's own.
-The known part of a text is verified first, many rows at a time, and the text is decoded from where it diverges. Between two
-events all requests of the engine advance at constant speed.
+The production code (`run_ahead/decisions/early_share.py`) decides how many early requests run beside the engine's own. If an
+earlier phase has decoded a part of a request's text, this part is verified first, many rows at a time. Decoding then continues
+where the text diverges. Between two events all requests of the engine advance at constant speed.
 
-Shapes: I requests, R numbers of requests from 0 on, L lengths of responses, B requests of a step.
+Shapes: I requests, R numbers of requests from 0 on, L lengths of responses, B requests of an engine step.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,32 +25,36 @@ from nemo_specrollout.run_ahead.decisions.early_share import (
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Possible numbers of drafts per step for a request whose text is known."""
+"""Possible numbers of drafts in an engine step for a request whose text is known."""
 _CLOSE = 1e-6
-"""Number of missing tokens at which something counts as ended, because sums of many steps are inexact."""
+"""Number of missing tokens at which a text counts as ended, because sums over many engine steps are inexact."""
 _FULL_ROWS = 1024
-"""Rows of a full step, for which the price of a verified row is taken."""
+"""Number of rows of a full engine step. The price of a verified row is taken from steps of this size."""
 
 
 @dataclass
 class TextsInFlight:
-    """The requests of an engine in a phase, in the order in which equals are started. Owns their progress."""
+    """All requests of an engine in a phase, with their progress.
+
+    If two are equally good, the first in the list is started first.
+    """
 
     numbers_I: np.ndarray
-    """Their numbers among those of all steps."""
+    """Number of each request among the requests of all steps."""
     work: Workload
     steps_ahead_I: np.ndarray
     """Number of steps until each request's own step, which is 0 for the engine's own requests."""
     known_I: np.ndarray
-    """Number of each text's tokens that are right under the current weights, which is unknown before verification."""
+    """Number of tokens at the beginning of each early text that are right under the current weights. The engine learns it only
+    by verification."""
     is_complete_I: np.ndarray
-    """Whether the text that was made had an end, which is wrong if it diverges before."""
+    """Whether each early text has an end. The end is wrong if the text diverges before it."""
     done_I: np.ndarray
-    """Number of tokens that the current weights have made or verified."""
+    """Number of tokens of each request that the current weights have decoded or verified."""
     end_I: np.ndarray
-    """Second at which each request has ended, or NaN before."""
+    """Second at which each request ended, or NaN if it has not ended."""
     has_begun_I: np.ndarray
-    """Whether the engine has read the prompt of each."""
+    """Whether the engine has computed each request's prompt."""
 
     @classmethod
     def at_start(
@@ -61,32 +65,32 @@ class TextsInFlight:
         known_I: np.ndarray,
         is_complete_I: np.ndarray,
     ) -> "TextsInFlight":
-        """Returns requests of which nothing was made or verified in this phase yet."""
+        """Returns the requests at the beginning of a phase, when nothing was decoded or verified in it."""
         num = len(numbers_I)
         progress = (np.zeros(num), np.full(num, np.nan), np.zeros(num, bool))
         return cls(numbers_I, work, steps_ahead_I, known_I, is_complete_I, *progress)
 
     @property
     def is_own_I(self) -> np.ndarray:
-        """Which requests are the engine's own."""
+        """Mask of the engine's own requests, which are those of the current step."""
         return self.steps_ahead_I == 0
 
     def is_open_I(self) -> np.ndarray:
-        """Returns which requests have further tokens to come."""
+        """Returns a mask of the requests that have not ended."""
         return self.done_I < self.work.length_R - _CLOSE
 
     def is_verifying_I(self) -> np.ndarray:
-        """Returns which requests have known tokens ahead of them."""
+        """Returns a mask of the requests that still have known tokens to verify."""
         return self.done_I < self.known_I - _CLOSE
 
     def part(self, rows_i: np.ndarray) -> "TextsInFlight":
-        """Returns some of the requests."""
+        """Returns the requests at the indices `rows_i`."""
         return replace(
             self, work=self.work.part(rows_i), **{name: getattr(self, name)[rows_i] for name in self._columns()}
         )
 
     def with_others(self, others: "TextsInFlight") -> "TextsInFlight":
-        """Returns these requests and others of the same steps."""
+        """Returns these requests followed by others of the same steps."""
         columns = {n: np.concatenate([getattr(self, n), getattr(others, n)]) for n in self._columns()}
         return replace(self, work=self.work.with_others(others.work), **columns)
 
@@ -97,10 +101,10 @@ class TextsInFlight:
 def early_prices(
     speculation: Speculation, num_slots: int, prompt_tokens: float, length_L: np.ndarray, num_steps: int
 ) -> EarlyPrices:
-    """Returns the prices that an engine would have measured after a rollout of responses of these lengths.
+    """Returns the prices of early requests as an engine would have measured them in a rollout of responses of these lengths.
 
-    The texts of `num_steps` coming steps are in flight. A step has the mean context over all tokens, most of which belong to
-    long responses.
+    The texts of `num_steps` coming steps are in flight. All engine steps are taken to have the same context, which is the mean
+    over all tokens of the rollout.
     """
     context = prompt_tokens + 0.5 * float((length_L**2).sum() / length_L.sum())
     costs = speculation.costs
@@ -115,25 +119,26 @@ def early_prices(
 
 @dataclass(frozen=True)
 class EarlyTerms:
-    """The cost and the worth of early requests."""
+    """What an engine knows about the cost and the worth of early requests."""
 
     prices: EarlyPrices
     kept: float
-    """Share of the tokens made ahead that updates leave right."""
+    """Share of the tokens made ahead that are still right after an update of the weights."""
     rows_of_branches: float
-    """Mean number of slots and rows that branches of a text take beside it while it is decoded early."""
+    """Mean number of branches that are decoded beside an early text. Each takes a slot and a row."""
 
 
 class RollingEngine:
-    """One engine in one phase, which lasts until its own requests have ended, and then as long as the caller wants.
+    """A simulated engine in one phase.
 
-    A straggler policy sees it like a `SimulatedEngine` with only its own requests.
+    The phase lasts until the engine's own requests have ended, and then as long as the caller wants. A tail policy sees the
+    engine like a `SimulatedEngine` that has only its own requests.
     """
 
     def __init__(
         self, index: int, speculation: Speculation, num_slots: int, texts: TextsInFlight, terms: EarlyTerms | None
     ) -> None:
-        """`terms` is None for an engine that fills all of its slots at any cost."""
+        """Begins a phase. If `terms` is None, the engine fills all free slots with early requests, whatever they cost."""
         self.index = index
         self.num_slots = num_slots
         self.method = 0
@@ -146,35 +151,38 @@ class RollingEngine:
 
     @property
     def is_done(self) -> bool:
-        """Whether its own requests have ended."""
+        """Whether all of the engine's own requests have ended."""
         return not self._is_under_way_I().any()
 
     @property
     def load(self) -> int:
-        """Number of its own requests, including waiting ones."""
+        """Number of the engine's own requests that have not ended, including waiting ones."""
         return int(self._is_under_way_I().sum())
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Numbers of its own requests that have started and not ended, int64."""
+        """Numbers of the engine's own requests that have started and not ended, int64."""
         return self.texts.numbers_I[self._is_running_I()]
 
     @property
     def known_B(self) -> np.ndarray:
-        """Tokens of their texts that were made early, float64."""
+        """Number of right tokens that were made early for each request in `requests_B`, float64."""
         return self.texts.known_I[self._is_running_I()]
 
     @property
     def waiting(self) -> np.ndarray:
-        """Numbers of its own requests that have not started, int64."""
+        """Numbers of the engine's own requests that have not started, int64."""
         return self.texts.numbers_I[self._is_under_way_I() & ~self.texts.has_begun_I]
 
     def tokens_at(self, now_s: float) -> np.ndarray:
-        """Returns the tokens of `requests_B`, float64 [B], at the moment until which the engine has run."""
+        """Returns how many tokens each request in `requests_B` has, float64 [B]. The engine must have run until `now_s`."""
         return self.texts.done_I[self._is_running_I()]
 
     def run(self, until_s: float = np.inf, *, only_own: bool = False) -> None:
-        """Runs until `until_s`, or until its own requests have ended if `only_own` is set or there is no such moment."""
+        """Runs until the second `until_s`.
+
+        With `only_own`, or if `until_s` is infinite, the engine stops when its own requests have ended.
+        """
         only_own |= np.isinf(until_s)
         while self.seconds < until_s - 1e-12 and not (only_own and self.is_done):
             own = np.flatnonzero(self._is_under_way_I())[: self.num_slots]
@@ -186,14 +194,14 @@ class RollingEngine:
             self._advance(running, len(own), until_s)
 
     def give(self, request: int) -> TextsInFlight:
-        """Removes and returns a request that continues in another engine."""
+        """Removes a request that continues in another engine, and returns it with its progress."""
         is_it_I = self.texts.numbers_I == request
         given = self.texts.part(np.flatnonzero(is_it_I))
         self.texts = self.texts.part(np.flatnonzero(~is_it_I))
         return given
 
     def take(self, given: TextsInFlight) -> None:
-        """Continues requests of other engines, after a prefill of everything that was made of them."""
+        """Continues requests of other engines, after a prefill of their prompts and of the tokens that they have."""
         self.texts = self.texts.with_others(given)
         work = given.work
         self._compute(float(work.prompt_tokens * len(given.done_I) + given.done_I.sum()))
@@ -211,7 +219,7 @@ class RollingEngine:
         return self._is_under_way_I() & self.texts.has_begun_I
 
     def _early(self, num_own: int) -> np.ndarray:
-        """Returns the early requests that run beside the engine's own ones, best first."""
+        """Returns the indices of the early requests that are to run beside the engine's own, the best first."""
         texts = self.texts
         terms = self._terms
         if terms is None:
@@ -221,7 +229,7 @@ class RollingEngine:
         return candidates[: num_early(_with_branches(terms, num_own), num_own, worths)]
 
     def _early_candidates(self, terms: EarlyTerms, num_own: int) -> tuple[np.ndarray, list[Worth]]:
-        """Returns the early requests for which there are slots beside `num_own` own requests, best first, and their worth."""
+        """Returns the indices of early requests that fit beside `num_own` own requests, and their worths, the best first."""
         texts = self.texts
         candidates = np.flatnonzero(~texts.is_own_I & texts.is_open_I())
         free = self.num_slots - num_own
@@ -234,21 +242,21 @@ class RollingEngine:
         return candidates[order], list(map(Worth, *(values_i[order].tolist() for values_i in fields)))
 
     def _prefill(self, running: np.ndarray) -> None:
-        """Computes the prompts of starting requests."""
+        """Computes the prompts of those running requests that are new."""
         new = running[~self.texts.has_begun_I[running]]
         if len(new):
             self.texts.has_begun_I[new] = True
             self._compute(self.texts.work.tokens_to_prefill(new))
 
     def _compute(self, num_tokens: float) -> None:
-        """Computes texts of `num_tokens` tokens, while other requests wait."""
+        """Lets the time of a prefill of `num_tokens` tokens pass, in which other requests wait."""
         begin_s = self.seconds
         self.seconds += self._speculation.costs.prefill_s(num_tokens)
         if self.seconds > begin_s:
             self.spans.append(Span(begin_s, self.seconds, self.index, 0, 0.0))
 
     def _advance(self, running: np.ndarray, num_own: int, until_s: float) -> None:
-        """Runs to the next event, when a request has ended or has no known tokens left, or the time is up."""
+        """Runs until a request ends, until a request has no known tokens left, or until the second `until_s`."""
         texts = self.texts
         work = texts.work
         context = work.prompt_tokens + float(texts.done_I[running].mean())
@@ -274,7 +282,7 @@ class RollingEngine:
         self.num_early_tokens += float(made_B[num_own:].sum()) + num_steps * num_branches
 
     def _step(self, is_known_B: np.ndarray, p_B: np.ndarray, num_branches: float, context: float) -> DecodeStep:
-        """Returns the step that gives the most tokens per second, with known tokens as drafts where there are any."""
+        """Returns the engine step with the most tokens per second. Where tokens are known, they are the drafts."""
         num_running = len(is_known_B) + num_branches
         others = DecodeStep(np.ones(0), 0.0)
         if not is_known_B.all():
@@ -289,7 +297,7 @@ class RollingEngine:
 
 
 def _with_branches(terms: EarlyTerms, num_own: int) -> EarlyPrices:
-    """Returns prices in which an early request costs as much as a text with its branches."""
+    """Returns prices in which the cost of an early request includes that of its branches."""
     seconds_R = terms.prices.seconds_R
     num_R = np.arange(len(seconds_R))
     rows_R = num_own + (1.0 + terms.rows_of_branches) * (num_R - num_own)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Idle engines of a simulated step, each of which takes over stragglers, or makes texts of coming steps, or both.
+"""Moves stragglers of a simulated step to idle engines, which otherwise decode early requests of coming steps.
 
-While an engine has none of its own requests left, the straggler policy is asked at regular intervals. In between, engines
-continue with what they have. An engine without own requests makes texts of coming steps, and one that takes over a straggler
-continues with as many of them as pay beside it (`run_ahead/decisions/early_share.py`).
+While an engine has no requests of the step left, the tail policy is asked at regular intervals. In between, engines continue
+with what they have. An engine without requests of the step decodes early requests. When it takes over a straggler, it
+continues with as many early requests as pay beside the straggler (`run_ahead/decisions/early_share.py`).
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
 
 
 class RollingTail:
-    """Owns the straggler policy of rolling engines, and what it has seen of the requests.
+    """Moves requests between rolling engines, as a tail policy decides.
 
-    All engines draft alike, so requests are moved but never raced.
+    Owns the tail policy and what it knows of the requests. All engines draft alike, so requests move, but engines never race
+    for them.
     """
 
     def __init__(self, policy: TailPolicy, requests: Workload) -> None:
-        """`requests` are those of all steps."""
+        """Begins without any move. `requests` are the requests of all steps."""
         self._policy = policy
         self._requests = requests
         self._is_known_R = np.zeros(len(requests.length_R), bool)
@@ -46,7 +47,7 @@ class RollingTail:
                 self._carry_out(engines, self._decide(engines, until_s))
 
     def _decide(self, engines: Sequence[RollingEngine], now_s: float) -> TailDecision:
-        """Returns the requests that move because that is worth more than the texts of coming steps that they displace."""
+        """Returns which requests move. A move must be worth more than the early requests that it displaces."""
         return self._policy.decide(self._requests, engines, now_s)
 
     def _carry_out(self, engines: Sequence[RollingEngine], decision: TailDecision) -> None:
@@ -56,7 +57,7 @@ class RollingTail:
             self.num_moves += 1
 
     def _learn(self, engines: Sequence[RollingEngine]) -> None:
-        """Shows the policy the lengths of the requests that have ended since the last call."""
+        """Tells the tail policy's length estimator how long the requests are that have ended since the last call."""
         for engine in engines:
             texts = engine.texts
             for request in texts.numbers_I[texts.is_own_I & ~texts.is_open_I()].tolist():

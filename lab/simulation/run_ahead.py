@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated synchronous steps with the texts of coming steps in flight (`run_ahead`).
+"""Simulates synchronous steps in which engines also decode early requests of coming steps (`run_ahead`).
 
-Requests of coming steps run in free slots of the engines while a rollout drains, and in all slots while other GPUs train. Each
-update changes the text of a response after a random number of tokens. All tokens before that are verified under the new
-weights, and the response is decoded from there on. So the tokens are those of steps without `run_ahead`.
+Early requests run in free slots of the engines while a rollout drains, and in all slots while other GPUs train. Each update of
+the weights changes the text of a response after a random number of tokens. The tokens before this position are verified under
+the new weights, and the response is decoded from there on. So the tokens are the same as without `run_ahead`.
 
-With `fastest_of_n` in the variant, engines also take over each other's stragglers (`rolling_tail.py`), with or without texts
-of coming steps.
+With `fastest_of_n` in the variant, engines also take over each other's stragglers (`rolling_tail.py`), with or without early
+requests.
 
 Shapes: R requests of all steps, E engines, r requests of a step.
 """
@@ -26,32 +26,33 @@ from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices
 from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
 
 NUM_STEPS = 12
-"""Number of simulated steps. Only the later half counts, because the first ones have no texts."""
+"""Number of simulated steps. Only the later half counts, because the first steps have no early texts."""
 _SEED_OF_FLIPS = 2_000_003
 """Offset of the seed for the positions at which responses diverge."""
 _NO_UPDATES = AheadConfig(tokens_to_flip=1.0, foreseen=0.0)
-"""Placeholder for the figures of updates where these do not matter."""
+"""Config that takes the place of a scenario's missing `run_ahead`. Its values do not matter then."""
 
 
 @dataclass(frozen=True)
 class EarlyFigures:
-    """Gains and costs of texts in flight, over the steps that count."""
+    """Gains and costs of early requests, over the steps that count."""
 
     kept: float
-    """Share of the tokens in flight that an update left right."""
+    """Share of the tokens of early texts that were still right after an update."""
     ready: float
     """Share of a step's tokens that were right when its rollout began."""
     made: float
-    """Number of tokens that were made or verified early per token of a response."""
+    """Number of tokens that were decoded or verified early, divided by the number of response tokens."""
     steps: float
-    """Mean number of coming steps that had texts in flight."""
+    """Mean number of coming steps for which there were early texts."""
     delay: float
-    """Share by which early requests make a rollout longer than the same one with the same texts but without them."""
+    """Share by which a rollout becomes longer if early requests run beside it. The compared rollout uses the same early
+    texts."""
 
 
 @dataclass(frozen=True)
 class RollingResult(StepResult):
-    """Result of a step with texts in flight."""
+    """Times of a step with early requests, and the gains and costs of these requests."""
 
     early: EarlyFigures = EarlyFigures(1.0, 0.0, 0.0, 0.0, 0.0)
     moves: float = 0.0
@@ -59,21 +60,23 @@ class RollingResult(StepResult):
 
 
 AUTO = -1
-"""Stands for a number of steps chosen by the production policy before each rollout (`run_ahead/decisions/steps_ahead.py`)."""
+"""Value of `steps_ahead` with which the production code chooses the number before each rollout
+(`run_ahead/decisions/steps_ahead.py`)."""
 
 
 def rolling_steps(setting: Setting, steps_ahead: int, *, is_exact: bool = True) -> RollingResult:
-    """Simulates synchronous steps one after another, with the texts of `steps_ahead` coming ones in flight, or `AUTO`.
+    """Simulates synchronous steps one after another, with early requests of the next `steps_ahead` steps, or of `AUTO` steps.
 
-    With `train_gpus` in the cluster, engines have nothing else to do while the policy trains. Otherwise they share its GPUs.
-    Without `is_exact`, texts continue under new weights without verification, as in asynchronous training on one pool of GPUs.
-    Samples are then up to `steps_ahead` updates off policy, and free slots are filled at any cost.
+    If the cluster has `train_gpus`, engines decode early requests while the policy is trained on these other GPUs. Otherwise
+    the engines share their GPUs with the trainer and cannot. Without `is_exact`, texts continue under new weights without
+    verification, as in asynchronous training on one pool of GPUs. Samples are then up to `steps_ahead` updates off policy, and
+    free slots are filled at any cost.
     """
     return _Rolling(setting, steps_ahead, is_exact).result()
 
 
 class _Rolling:
-    """Owns the texts of all steps, and what a run of steps has measured."""
+    """A run of simulated steps. Owns the early texts of all steps, and what the run has measured."""
 
     def __init__(self, setting: Setting, steps_ahead: int, is_exact: bool) -> None:
         scenario = setting.fleet.scenario
@@ -97,7 +100,7 @@ class _Rolling:
         self._tail, self._tail_alone = self._new_tail(), self._new_tail()
 
     def result(self) -> RollingResult:
-        """Simulates all steps."""
+        """Simulates all steps, and returns means over the later half of them."""
         generated_s, alone_s, idle_s, kept, ready, made, num_ahead = np.zeros((7, NUM_STEPS))
         for step in range(NUM_STEPS):
             own = self._requests.part(self._steps[step])
@@ -132,9 +135,9 @@ class _Rolling:
         return None if policy is None or self._num_engines == 1 else RollingTail(policy, self._requests)
 
     def _update(self, step: int) -> float:
-        """Cuts the texts in flight where new weights change them. Returns the share that is left, or NaN without texts.
+        """Cuts the early texts where new weights change them. Returns the share of tokens that is left, or NaN without texts.
 
-        A change that a branch foresees cuts nothing, but the next one may.
+        If a branch already has the changed token, it continues the text, so that only the next change may cut it.
         """
         if not self._is_exact:
             return 1.0
@@ -148,7 +151,10 @@ class _Rolling:
         return float(self._right_R[flying].sum() / before_r.sum()) if before_r.any() else np.nan
 
     def _lasts(self, update: int, number: int, length_r: np.ndarray) -> np.ndarray:
-        """Returns after how many tokens an update changes each text of a step, however many steps are in flight."""
+        """Returns after how many tokens an update changes each text of step `number`.
+
+        The random numbers do not depend on how many steps have early texts, so that variants can be compared.
+        """
         rng = np.random.default_rng((self._seed, update, number))
         lasts_r = np.zeros(len(length_r))
         is_going_r = np.ones(len(length_r), bool)
@@ -158,7 +164,7 @@ class _Rolling:
         return lasts_r
 
     def _steps_ahead(self, step: int) -> int:
-        """Returns how many coming steps have texts in flight in this phase."""
+        """Returns how many coming steps may have early requests in the phase of `step`."""
         if not self._chooses:
             return self._most_ahead
         prices = self._prices(step)
@@ -166,13 +172,16 @@ class _Rolling:
         return self._policy.steps
 
     def _observe(self, step: int, steps_ahead: int) -> None:
-        """Shows the policy what was in flight when the phase ended."""
+        """Tells `StepsAhead` how many early texts each coming step had when the phase ended."""
         coming = self._steps[step + 1 : step + 1 + steps_ahead]
         if len(coming):
             self._policy.observe_flights([Flight(len(r), int((self._right_R[r] > 0).sum())) for r in coming])
 
     def _engines(self, step: int, steps_ahead: int) -> list[RollingEngine]:
-        """Returns the engines of a phase with their requests. Of equals, those with the longest texts come first."""
+        """Returns the engines of a phase with their requests.
+
+        An engine's requests of nearer steps come first, and within a step those with longer texts.
+        """
         engines = []
         for index in range(self._num_engines):
             rows = [(ahead, self._steps[step + ahead][self._engine_r == index]) for ahead in range(steps_ahead + 1)]
@@ -201,14 +210,14 @@ class _Rolling:
         return EarlyTerms(self._prices(step, num_steps), self._policy.kept, self._ahead.branches / 2)
 
     def _prices(self, step: int, num_steps: int = 1) -> EarlyPrices:
-        """Returns the prices of the previous rollout, or of the first rollout itself because it has no predecessor."""
+        """Returns the prices of early requests that the previous rollout has measured. The first rollout uses its own."""
         last_r = self._steps[max(step - 1, 0)]
         length_L = self._requests.length_R[last_r][: -(-len(last_r) // self._num_engines)]
         prompt = self._requests.prompt_tokens
         return early_prices(self._speculation, self._setting.fleet.num_slots, prompt, length_L, max(num_steps, 1))
 
     def _go_on(self, engines: list[RollingEngine], generated_s: float, parts_s: dict[str, float]) -> None:
-        """Lets engines work early while others roll out and while other GPUs train, and then collects their texts."""
+        """Lets engines decode early requests while others roll out and while other GPUs train, and then stores their texts."""
         window_s = generated_s
         if self._setting.fleet.scenario.cluster.train_gpus:
             window_s += sum(parts_s.values()) - parts_s["refit"]
@@ -222,7 +231,7 @@ class _Rolling:
             self._is_complete_R[texts.numbers_I] = is_whole_I | (texts.is_complete_I & is_behind_I)
 
     def _rollout(self, step: int, engines: list[RollingEngine]) -> RolloutResult:
-        """Returns the rollout of a step's own requests."""
+        """Returns the result of the rollout of a step's own requests."""
         end_R = np.zeros(self._steps.shape[1])
         for engine in engines:
             texts = engine.texts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strict, frozen schema of a simulated scenario with its blocks, and the scenarios that ship with the package.
+"""The schema of a simulated scenario, which is a tree of frozen dataclasses, and the scenarios that ship with the package.
 
 Calibrated figures are in `calibration` and `costs`, and `calibrated_from` names their source.
 """
@@ -15,32 +15,33 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import bounded, build, choice, join, nearest, raise_first_mistake
 
 HEAD, TEXT = "eagle3", "text"
-"""Special values of `draft`: an EAGLE-3 head of the policy's width, and a look-up in text, which costs no GPU time."""
+"""Special values of `draft`. The first means an EAGLE-3 head of the policy's width. The second means that drafts are looked up
+in texts, which takes no GPU time."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """GPUs of a run."""
+    """GPUs of a simulated run, and what they are used for."""
 
     device: str
-    """Name of a data sheet (`data_sheets.py`); `measured` if the costs are not of kind `roofline`."""
+    """Name of the GPU's data sheet (`data_sheets.py`), or `measured` if the costs are not of kind `roofline`."""
     num_gpus: int = bounded(low=1)
-    """All GPUs."""
+    """Number of all GPUs."""
     gpus_per_engine: int = bounded(1, low=1)
     """Tensor-parallel size of an engine."""
     train_gpus: int = bounded(0, low=0)
-    """GPUs that train and never generate, or 0 if generation and training take turns on all GPUs."""
+    """Number of GPUs that train and never generate, or 0 if generation and training take turns on all GPUs."""
     expert_parallel: bool = False
-    """Whether each expert lies whole on one GPU."""
+    """Whether each expert is on one GPU, instead of being split over all GPUs of an engine."""
 
     @property
     def generating_gpus(self) -> int:
-        """GPUs that generate."""
+        """Number of GPUs that generate."""
         return self.num_gpus - self.train_gpus
 
     @property
     def training_gpus(self) -> int:
-        """GPUs that train."""
+        """Number of GPUs that train."""
         return self.train_gpus or self.num_gpus
 
     def check(self, path: str) -> None:
@@ -61,14 +62,14 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Requests of a step."""
+    """Requests of a training step."""
 
     num_prompts: int = bounded(low=1)
     num_samples: int = bounded(low=1)
-    """Samples of each prompt."""
+    """Number of samples for each prompt."""
     prompt_tokens: int = bounded(256, low=1)
     max_requests: int = bounded(256, low=1)
-    """Maximum number of requests in an engine: vLLM's max_num_seqs."""
+    """Most requests that an engine runs at a time, which is vLLM's `max_num_seqs`."""
 
     @property
     def num_requests(self) -> int:
@@ -77,29 +78,30 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """Draft method."""
+    """A draft method and how well its drafts are accepted."""
 
     name: str
     draft: str = HEAD
-    """`eagle3`, `text`, or the name of a small model."""
+    """Source of the drafts, which is `eagle3`, `text`, or the name of a small model."""
     acceptance: float | None = bounded(None, low=0.0, below=1.0)
-    """P(a draft token is right | all before it were) of the typical request. Alternative to `acceptance_length`."""
+    """Probability that a draft token of the typical request is right if all before it are. Alternative to
+    `acceptance_length`."""
     acceptance_length: float | None = bounded(None, low=1.0)
-    """Tokens of a step with `at_k` drafts, including the verifier's own."""
+    """Acceptance length with `at_k` drafts. Alternative to `acceptance`."""
     at_k: int = bounded(3, low=1)
     spread: float = bounded(0.0, low=0.0, high=3.0)
-    """Standard deviation of the acceptance's log-odds over requests."""
+    """Standard deviation over requests of the log-odds of the acceptance."""
 
     @cached_property
     def centre(self) -> float:
-        """P(a draft token is right) of the typical request."""
+        """Probability that a draft token of the typical request is right if all before it are."""
         if self.acceptance is not None:
             return self.acceptance
         assert self.acceptance_length is not None
         return acceptance_for(self.acceptance_length, self.at_k, self.spread)
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless exactly one acceptance is given and it is possible."""
+        """Raises ConfigError unless exactly one of `acceptance` and `acceptance_length` is given and its value is possible."""
         length = self.acceptance_length
         most = self.at_k + 1
         raise_first_mistake(
@@ -122,23 +124,24 @@ class DraftingConfig:
     """Draft methods and draft lengths."""
 
     methods: tuple[MethodConfig, ...]
-    """Draft methods. The first drafts in every variant, the others only if methods race."""
+    """Draft methods. Every variant drafts by the first. The others are used only if engines race."""
     k: int = bounded(3, low=1, high=64)
-    """Draft tokens of a step under a fixed budget."""
+    """Number of draft tokens per request in an engine step under a fixed budget."""
     max_k: int = bounded(8, low=1, high=64)
-    """Maximum draft tokens of a step under other budgets."""
+    """Most draft tokens per request in an engine step under other budgets."""
     methods_of_workers: tuple[str, ...] = ()
-    """Methods of engines 0, 1, ... if methods race, repeated cyclically. Empty: each method in turn."""
+    """Names of the draft methods of engines 0, 1 and so on if engines race, repeated cyclically. Empty means each method in
+    turn."""
     freed_workers_switch: bool = True
-    """Whether a racing engine has the first method until it is idle, then its own, as in SpecActor. Otherwise it has its own
-    from the start, as in `fastest_of_n.methods` of the block."""
+    """Whether an engine drafts by the first method until it has been idle, and then by its own, as in SpecActor. Otherwise it
+    has its own method from the start, as in `fastest_of_n.methods` of the block."""
     method_correlation: float = bounded(0.5, low=0.0, high=1.0)
-    """Correlation of the log-odds of two methods on the same request."""
+    """Correlation between the log-odds of two methods' acceptances on the same request."""
     drafter_gpus: tuple[int, ...] = bounded((), low=1)
-    """Possible sizes of a separate drafter in GPUs, or empty to disable it."""
+    """Possible numbers of GPUs for a separate drafter. Empty means that there is none."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if methods are missing, repeated or unsuitable."""
+        """Raises ConfigError if draft methods are missing, named twice, or unsuitable for a separate drafter."""
         names = [method.name for method in self.methods]
         draft = self.methods[0].draft if names else ""
         unknown = next((name for name in self.methods_of_workers if name not in names), None)
@@ -161,17 +164,18 @@ class DraftingConfig:
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Cost model."""
+    """The cost model of a scenario's engines."""
 
     kind: str = choice("roofline", "rounds", "linear", "tables", default="roofline")
-    """`rounds` and `linear` have the forms of the two papers; `tables` come from `specrollout-lab profile`."""
+    """Kind of cost model. `rounds` and `linear` have the forms of the two papers, and `tables` come from `specrollout-lab
+    profile`."""
     rounds: RoundCosts | None = None
     linear: LinearCosts | None = None
     profile: str | None = None
     """File of cost tables, for kind `tables`."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless exactly the block of the kind is given."""
+        """Raises ConfigError unless the key that belongs to `kind` is given, and no other."""
         for kind, key in (("rounds", "rounds"), ("linear", "linear"), ("tables", "profile")):
             block = getattr(self, key)
             is_kind = kind == self.kind
@@ -188,19 +192,20 @@ class CostConfig:
 
 @dataclass(frozen=True)
 class AheadConfig:
-    """Texts that are made ahead (`run_ahead`)."""
+    """How updates of the weights change early texts, and how many of these are made (`run_ahead`)."""
 
     tokens_to_flip: float = bounded(above=0.0)
-    """Mean number of tokens of a response until the updated weights sample another token than the weights before."""
+    """Mean number of response tokens until the weights after an update sample another token than those before it."""
     steps: int = bounded(2, low=1, high=4)
-    """Most steps whose texts are in flight. Each number up to this is a variant."""
+    """Most coming steps for which early texts are made. Each number from 1 to this one is simulated as a variant."""
     branches: float = bounded(0.0, low=0.0, high=16.0)
-    """Branches that are decoded of a text on average. They begin anywhere in it, so half as many run beside it."""
+    """Mean number of branches that are decoded of an early text. They begin anywhere in the text, so half as many run beside
+    it."""
     foreseen: float = bounded(0.0, low=0.0, high=1.0)
-    """Share of the places where texts part for which one of these branches is the new text."""
+    """Share of the changes that updates make in early texts for which a branch already has the new token."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if partings are foreseen by no branch."""
+        """Raises ConfigError if changes are foreseen without any branches."""
         raise_first_mistake(
             path,
             (
@@ -213,16 +218,22 @@ class AheadConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Training part of a step. Missing seconds are derived from the model's arithmetic on the training GPUs."""
+    """The parts of a step besides generation.
+
+    Seconds that are not given are derived from the arithmetic on the training GPUs.
+    """
 
     mode: str = choice("sync", "async", default="sync")
-    """`sync`: generate, then train. `async`: generate batches while earlier ones train."""
+    """Order of generation and training. With `sync`, a step generates and then trains. With `async`, batches are generated
+    while the policy is trained on earlier ones."""
     lag: int = bounded(0, low=0, high=64)
-    """Maximum policy versions by which a batch is behind when its training begins, for `async`."""
+    """Most policy versions by which a batch may be behind when training on it begins, for `async`."""
     max_age: int | None = bounded(None, low=0)
-    """`max_trajectory_age_steps`: older samples are discarded. Default: the lag."""
+    """Age in steps above which samples are discarded, which is NeMo-RL's `max_trajectory_age_steps`. By default it is the
+    lag."""
     buffer_batches: int | None = bounded(None, low=1)
-    """Capacity of the replay buffer, including batches under generation. Default: one more than the lag."""
+    """Number of batches in the replay buffer, including those that are being generated. By default it is one more than the
+    lag."""
     data_s: float = bounded(0.0, low=0.0)
     prepare_s: float = bounded(0.0, low=0.0)
     refit_s: float = bounded(0.0, low=0.0)
@@ -230,9 +241,9 @@ class TrainingConfig:
     logprob_s: float | None = bounded(None, low=0.0)
     train_s: float | None = bounded(None, low=0.0)
     num_steps: int = bounded(12, low=2, high=1000)
-    """Simulated steps if they overlap. About the second half counts."""
+    """Number of simulated steps if steps overlap. Only about the second half of them counts."""
     run_ahead: AheadConfig | None = None
-    """Adds synchronous steps with texts of coming steps in flight, or no such variants if it is None."""
+    """Settings of variants with early requests of coming steps, or None for no such variants."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if a value contradicts the lag."""
@@ -270,13 +281,16 @@ class TrainingConfig:
 
 
 MAX_REQUESTS = 2_000_000
-"""Maximum number of simulated requests, which take about a kilobyte each."""
+"""Most requests that can be simulated. Each takes about a kilobyte."""
 FOLDER = Path(__file__).parent / "scenarios"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario. Example: `read_scenario("nvidia-8b-zero", ["drafting.k=5"])`."""
+    """A run to simulate, with its model, cluster, requests, drafting and training.
+
+    Example: `read_scenario("nvidia-8b-zero", ["drafting.k=5"])`.
+    """
 
     title: str
     model: str
@@ -351,5 +365,5 @@ def shipped() -> list[str]:
 
 
 def read_scenario(name: str, overrides: list[str]) -> Scenario:
-    """Reads a scenario that ships with the package. Raises ConfigError."""
+    """Reads a scenario that ships with the package, and changes values by `overrides`. Raises ConfigError."""
     return build(Scenario, load_config(FOLDER / f"{name}.yaml", overrides), "")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting of a simulation, with a scenario's engines, enabled features, requests, and the other parts of a step.
+"""The setting of a simulation, which is a scenario with some features enabled.
+
+From it follow the simulated engines, the requests, and the seconds of the other parts of a step.
 
 Shapes: R requests, M draft methods, P prompts, S samples of a prompt.
 """
@@ -32,13 +34,13 @@ _SEED_OF_PAST = 1_000_003
 
 @dataclass(frozen=True)
 class Fleet:
-    """Builds the engines of a scenario on demand."""
+    """The engines of a scenario, with their number, costs and ways to draft. Each is computed when it is needed."""
 
     scenario: Scenario
 
     @cached_property
     def policy(self) -> RooflineCosts | None:
-        """Roofline of the policy's engine, or None if the scenario has other costs."""
+        """Roofline costs of the policy's engine, or None if the scenario has other costs."""
         s = self.scenario
         if s.costs.kind != "roofline":
             return None
@@ -54,7 +56,7 @@ class Fleet:
 
     @cached_property
     def num_slots(self) -> int:
-        """Most requests that an engine decodes at a time, limited by the config and by its memory at the mean length.
+        """Most requests that an engine decodes at a time, limited by the config and by its memory for requests of mean length.
 
         Raises ConfigError if a single request does not fit.
         """
@@ -73,13 +75,13 @@ class Fleet:
         return min(most, int(capacity / tokens))
 
     def num_engines(self, kind: str) -> int:
-        """Returns the number of engines, or of pairs of a verifier and a separate drafter."""
+        """Returns the number of engines for a kind of drafting, or of pairs of a verifier and a separate drafter."""
         if kind == APART and self.placement is not None:
             return self.placement.num_groups
         return self.scenario.cluster.generating_gpus // self.scenario.cluster.gpus_per_engine
 
     def costs(self, method: int) -> Costs:
-        """Returns the costs of an engine that drafts by a method."""
+        """Returns the costs of an engine that drafts by the method with this number."""
         s = self.scenario
         if s.costs.kind == "tables":
             return _tabled(CostTables.read(Path(str(s.costs.profile)), "costs.profile"), s.cluster.gpus_per_engine)
@@ -95,9 +97,10 @@ class Fleet:
         return replace(self.policy, drafter=drafter_costs(self.policy, shape))
 
     def speculation(self, kind: str, method: int) -> Speculation:
-        """Returns the speculation of an engine.
+        """Returns how an engine drafts, for a kind of drafting and the number of a draft method.
 
-        `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter, which becomes `auto` if none can be placed.
+        `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter, which becomes `auto` if no drafter can be
+        placed.
         """
         drafting = self.scenario.drafting
         costs = self.costs(method)
@@ -112,8 +115,10 @@ class Fleet:
 
     @cached_property
     def placement(self) -> Option | None:
-        """Best pairs of verifier and drafter by the production planner; None if separate drafters are disabled or do
-        not fit."""
+        """The best pairs of a verifier and a separate drafter, as the production planner finds them.
+
+        None if separate drafters are disabled or do not fit.
+        """
         s = self.scenario
         if not s.drafting.drafter_gpus or self.policy is None:
             return None
@@ -123,7 +128,7 @@ class Fleet:
         return next((option for option in found.options if option.mode == DECOUPLED), None)
 
     def tables(self) -> CostTables:
-        """Returns the cost model as cost tables for the planner."""
+        """Returns the scenario's cost model as cost tables, which the planner needs."""
         s = self.scenario
         counts = tuple(2**i for i in range(12))
         context = s.batch.prompt_tokens + s.lengths.median / 2
@@ -159,29 +164,32 @@ def _tabled(tables: CostTables, size: int) -> TabledCosts:
 
 @dataclass(frozen=True)
 class Variant:
-    """Enabled features."""
+    """The features that are enabled in a simulation."""
 
     name: str
     speculation: str = PLAIN
-    """Kind of drafting, as in `Fleet.speculation`."""
+    """Kind of drafting, as `Fleet.speculation` takes it."""
     tail: FastestOfNConfig | None = None
-    """Config of the straggler policy, or None if each engine keeps its share."""
+    """Config of the tail policy, or None if requests never move and engines never race."""
     is_split: bool = False
-    """Whether each engine drafts by its own method even without races. Otherwise all use the first method."""
+    """Whether each engine drafts by its own method even if engines do not race. Otherwise all engines use the first method."""
     is_blind: bool = False
-    """Whether moves ignore the texts of coming steps that they displace, which shows the benefit of counting them."""
+    """Whether the tail policy ignores the early requests that a move displaces. This shows the benefit of counting them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A fleet and a variant. `traced` has the lengths of measured steps, int64 [P, S] each. If empty, lengths are drawn."""
+    """A fleet and the features of a variant. `traced` has the response lengths of measured steps, int64 [P, S] each.
+
+    If `traced` is empty, lengths are drawn at random.
+    """
 
     fleet: Fleet
     variant: Variant
     traced: tuple[np.ndarray, ...] = ()
 
     def requests(self, num_steps: int) -> Workload:
-        """Returns the requests of `num_steps` steps, one after another, with equally many for each."""
+        """Returns the requests of `num_steps` steps, one step after another. All steps have equally many requests."""
         scenario = self.fleet.scenario
         rng = np.random.default_rng(self.fleet.scenario.seed)
         lengths = self._traced(num_steps) if self.traced else [self._drawn(rng) for _ in range(num_steps)]
@@ -201,7 +209,7 @@ class Setting:
         return Rollout(requests, self._engines(), self.tail())
 
     def parts_s(self, num_tokens: int, num_requests: int) -> dict[str, float]:
-        """Returns the seconds of all parts, with 0 for generation.
+        """Returns the seconds of each part of a step, with 0 for generation, which is simulated separately.
 
         A token costs two operations for each parameter in a forward pass, and four more in a backward pass.
         """
@@ -230,12 +238,16 @@ class Setting:
         return self.fleet.scenario.lengths.draw(batch.num_prompts, batch.num_samples, rng)
 
     def _traced(self, num_steps: int) -> list[np.ndarray]:
-        """Returns the last step, or repeats the steps of the same shape."""
+        """Returns measured response lengths for `num_steps` steps.
+
+        A single step gets those of the last measured step. Several steps get those of all measured steps of the same shape in
+        turn.
+        """
         alike = [lengths for lengths in self.traced if lengths.shape == self.traced[-1].shape]
         return [alike[i % len(alike)] for i in range(num_steps)] if num_steps > 1 else [alike[-1]]
 
     def _engines(self) -> list[SimulatedEngine]:
-        """Returns an engine for each policy engine, or for each pair of verifier and drafter."""
+        """Returns a simulated engine for each engine of the policy, or for each pair of a verifier and a separate drafter."""
         fleet = self.fleet
         methods = self._methods()
         kinds = self._speculations()
@@ -247,12 +259,12 @@ class Setting:
         return engines
 
     def _speculations(self) -> list[Speculation]:
-        """Returns the speculation of an engine with each method."""
+        """Returns how an engine drafts with each draft method."""
         num_methods = len(self.fleet.scenario.drafting.methods)
         return [self.fleet.speculation(self.variant.speculation, m) for m in range(num_methods)]
 
     def _methods(self) -> list[int]:
-        """Returns the method of each engine. Methods differ only if they race or are split."""
+        """Returns the number of each engine's draft method. Methods differ only if engines race or `is_split` is set."""
         drafting = self.fleet.scenario.drafting
         num_engines = self.fleet.num_engines(self.variant.speculation)
         tail = self.variant.tail
@@ -263,7 +275,7 @@ class Setting:
         return [pattern[i % len(pattern)] for i in range(num_engines)]
 
     def tail(self) -> TailPolicy | None:
-        """Returns a straggler policy that has seen a rollout of other prompts, or None if the variant has none."""
+        """Returns a tail policy whose length estimator has seen another rollout, or None if the variant has no tail policy."""
         if self.variant.tail is None:
             return None
         scenario = self.fleet.scenario
@@ -274,7 +286,7 @@ class Setting:
         return TailPolicy(self.variant.tail, speeds, self._estimator(), every_s, is_blind=self.variant.is_blind)
 
     def _estimator(self) -> LengthEstimator:
-        """Returns an estimator that has seen a rollout of other prompts."""
+        """Returns a length estimator that has seen a rollout of other prompts."""
         estimator = LengthEstimator(self.fleet.scenario.lengths.max_tokens)
         past_PS = self._drawn(np.random.default_rng(self.fleet.scenario.seed + _SEED_OF_PAST))
         for prompt, lengths_S in enumerate(past_PS.tolist()):

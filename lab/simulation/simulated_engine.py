@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine, and the production straggler policy that observes such engines.
+"""A simulated engine, and the production tail policy that observes such engines.
 
 Between two events, all requests of an engine advance at constant decode speed.
 
@@ -24,13 +24,13 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import TailPolicy as
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
 
 _CLOSE = 1e-6
-"""Number of missing tokens at which a request counts as ended, because sums of many steps are inexact."""
+"""Number of missing tokens at which a request counts as ended, because sums over many engine steps are inexact."""
 _NO_STEP = DecodeStep(np.ones(0), 0.0)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Work of an engine over a stretch of time. `num_requests` is 0 for a prefill."""
+    """Work of an engine between two seconds, on the same requests. `num_requests` is 0 for a prefill."""
 
     begin_s: float
     end_s: float
@@ -41,9 +41,10 @@ class Span:
 
 
 class SimulatedEngine:
-    """Owns the requests of an engine, those that wait for a slot, and the progress of each.
+    """A simulated engine. Owns its running requests with their progress, and the requests that wait for a slot.
 
-    `advance` brings the engine to a moment. Changes of its requests follow, and `plan` after all changes.
+    Before its requests change, call `advance` with the second of the change, and after all changes call `plan`.
+
     Invariant: a request is in `requests_B` at most once, and its tokens never exceed its length.
     """
 
@@ -59,12 +60,12 @@ class SimulatedEngine:
         self.p_B = np.zeros(0)
         self.spans: list[Span] = []
         self.after_idle: tuple[Speculation, int] | None = None
-        """Speculation and method after the engine has been idle, or None if they stay the same."""
+        """Way to draft and method to which the engine changes when it has been idle, or None if it keeps its own."""
         self._step = _NO_STEP
         self._num_steps = 0.0
         self.begin_s = self.end_s = 0.0
         self.plan_number = 0
-        """Number of plans so far. An event of an earlier plan is outdated."""
+        """Number of plans so far. An event that was computed by an earlier plan is outdated."""
 
     @property
     def load(self) -> int:
@@ -73,20 +74,20 @@ class SimulatedEngine:
 
     @property
     def known_B(self) -> np.ndarray:
-        """Number of tokens of each request that were made before its step, which is always 0."""
+        """Number of tokens that were made early for each request, which is always 0."""
         return np.zeros(len(self.requests_B))
 
     def early_worth(self) -> EarlyWorth:
-        """Returns no worth, because there is no work for coming steps."""
+        """Returns a worth of 0, because this engine decodes no early requests."""
         return EarlyWorth()
 
     def tokens_at(self, now_s: float) -> np.ndarray:
-        """Returns the tokens of each request, float64 [B], at a moment of the current plan."""
+        """Returns how many tokens each request has at the second `now_s`, float64 [B]. It must be within the current plan."""
         done_B = self.tokens_B + self._step.tokens_B * self._num_steps * self._share(now_s)
         return np.minimum(done_B, self.lengths_B)
 
     def advance(self, now_s: float) -> None:
-        """Advances all requests to `now_s`, which must be within the current plan."""
+        """Advances all requests to the second `now_s`, which must be within the current plan."""
         if now_s <= self.begin_s or not len(self.requests_B):
             return
         before = self.tokens_B
@@ -99,7 +100,10 @@ class SimulatedEngine:
         self.begin_s = now_s
 
     def plan(self, now_s: float, prompt_tokens: int) -> float:
-        """Plans the decode steps from now on. Returns when the next request ends, or infinity if there is none."""
+        """Plans the engine steps from now on.
+
+        Returns the second at which the next request ends, or infinity without requests.
+        """
         self.plan_number += 1
         self.begin_s = max(self.begin_s, now_s)
         if not len(self.requests_B):
@@ -115,7 +119,7 @@ class SimulatedEngine:
         return self.end_s
 
     def prefill(self, now_s: float, num_tokens: float) -> None:
-        """Computes texts of `num_tokens` tokens first, while other requests wait."""
+        """Lets the engine first do a prefill of `num_tokens` tokens, in which other requests wait."""
         begin_s = max(self.begin_s, now_s)
         self.begin_s = begin_s + self.speculation.costs.prefill_s(num_tokens)
         if self.begin_s > begin_s:
@@ -128,14 +132,14 @@ class SimulatedEngine:
         lengths_b: np.ndarray,
         p_b: np.ndarray,
     ) -> None:
-        """Adds requests that start or continue here."""
+        """Adds requests, with the tokens that they already have, their lengths, and their acceptances."""
         self.requests_B = np.concatenate([self.requests_B, requests_b])
         self.tokens_B = np.concatenate([self.tokens_B, tokens_b])
         self.lengths_B = np.concatenate([self.lengths_B, lengths_b])
         self.p_B = np.concatenate([self.p_B, p_b])
 
     def became_idle(self) -> None:
-        """Switches to the method for engines that have been idle, if there is one."""
+        """Changes to the way to draft in `after_idle`, if there is one."""
         if self.after_idle is not None:
             (self.speculation, self.method) = self.after_idle
             self.after_idle = None
@@ -145,7 +149,7 @@ class SimulatedEngine:
         return self.requests_B[self.tokens_B >= self.lengths_B - _CLOSE]
 
     def drop(self, requests_b: np.ndarray) -> float:
-        """Removes requests. Returns the sum of their tokens."""
+        """Removes requests from the engine. Returns the sum of their tokens."""
         stays_B = (self.requests_B[:, None] != requests_b).all(axis=1)
         num_tokens = float(self.tokens_B[~stays_B].sum())
         self.requests_B = self.requests_B[stays_B]
@@ -161,7 +165,7 @@ class SimulatedEngine:
 
 
 class TailEngine(Protocol):
-    """An engine as the straggler policy sees it."""
+    """Interface of an engine, as a tail policy sees it."""
 
     index: int
     num_slots: int
@@ -173,25 +177,25 @@ class TailEngine(Protocol):
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Running requests, int64."""
+        """Numbers of the running requests, int64."""
 
     @property
     def known_B(self) -> np.ndarray:
-        """Number of tokens of each request that were made before its step (`run_ahead`), float64."""
+        """Number of tokens that were made early for each running request (`run_ahead`), float64."""
 
     @property
     def waiting(self) -> Sized:
-        """Requests that wait for a slot."""
+        """Numbers of the requests that wait for a slot."""
 
     def tokens_at(self, now_s: float) -> np.ndarray:
         """Returns the number of tokens of each running request, float64 [B]."""
 
     def early_worth(self) -> EarlyWorth:
-        """Returns the current worth of its work for coming steps."""
+        """Returns the current worth of the engine's early work."""
 
 
 class BlindToEarlyWork:
-    """A straggler policy that ignores the worth of idle engines' time, to show the benefit of counting it."""
+    """A tail policy that ignores the worth of idle engines' time, to show the benefit of counting it."""
 
     def __init__(self, policy: RealTailPolicy) -> None:
         self._policy = policy
@@ -201,20 +205,20 @@ class BlindToEarlyWork:
 
 
 _TYPICAL_K = 4
-"""Draft length at which acceptances are converted to relative speeds."""
+"""Number of drafts for which acceptances are converted to relative speeds."""
 
 
 class TypicalSpeeds(SpeedModel, Protocol):
-    """A speed model that knows the acceptance of its typical request with each method."""
+    """A speed model that also knows the acceptance of the typical request with each draft method."""
 
     @property
     def typical_p(self) -> tuple[float, ...]:
-        """P(a draft token is right), by method."""
+        """Probability that a draft token of the typical request is right, by draft method."""
 
 
 @dataclass(frozen=True)
 class SimulatedSpeeds:
-    """Speed model for the policy, from the cost model at typical acceptance and one context length."""
+    """Speed model for the tail policy, computed from the cost model for typical requests of one context length."""
 
     methods: tuple[Speculation, ...]
     typical_p: tuple[float, ...]
@@ -231,9 +235,9 @@ class SimulatedSpeeds:
 
 
 class TailPolicy:
-    """The production policy and its length estimates. Owns both.
+    """The production tail policy, applied to simulated engines. Owns it and its length estimates.
 
-    The policy is asked when a request ends while an engine is idle, at most once in `every_s` seconds.
+    It is asked when a request ends while an engine is idle, at most once in `every_s` seconds.
     """
 
     def __init__(
@@ -245,7 +249,7 @@ class TailPolicy:
         *,
         is_blind: bool = False,
     ) -> None:
-        """With `is_blind`, moves and races ignore the early work that they displace."""
+        """Makes a tail policy that has not been asked yet. With `is_blind`, it ignores the early work that moves displace."""
         policy = FastestOfN(config, speeds)
         self.policy: RealTailPolicy = BlindToEarlyWork(policy) if is_blind else policy
         self.speeds = speeds
@@ -254,11 +258,11 @@ class TailPolicy:
         self._next_s = 0.0
 
     def is_due(self, engines: Sequence[TailEngine], now_s: float) -> bool:
-        """Returns whether to ask the policy now that a request has ended."""
+        """Returns whether the tail policy is to be asked, now that a request has ended."""
         return now_s >= self._next_s and any(not engine.load for engine in engines)
 
     def decide(self, workload: Workload, engines: Sequence[TailEngine], now_s: float) -> TailDecision:
-        """Returns the policy's decision, by the numbers of requests and engines."""
+        """Returns the tail policy's decision, in which requests have their numbers in `workload`."""
         self._next_s = now_s + self.every_s
         # Requests that wait in an engine have no text yet, and stay there.
         requests_R = np.unique(np.concatenate([e.requests_B for e in engines]))
@@ -300,7 +304,7 @@ class TailPolicy:
     def _speeds(
         self, p_RM: np.ndarray, request_A: np.ndarray, method_A: np.ndarray, tokens_A: np.ndarray
     ) -> RequestSpeeds:
-        """Returns the request speeds that follow from the running attempts."""
+        """Returns estimates of each request's decode speed, from the tokens that running attempts have made."""
         typical_p_M = np.array(self.speeds.typical_p)
         speeds = RequestSpeeds(np.ones_like(p_RM))
         for method in range(len(typical_p_M)):
@@ -311,5 +315,8 @@ class TailPolicy:
 
 
 def _tokens(p: np.ndarray) -> np.ndarray:
-    """Returns the tokens of a step, as `coupled_tokens` does."""
+    """Returns the expected tokens of a request in an engine step with `_TYPICAL_K` drafts.
+
+    Each draft is right with probability `p` if those before it are.
+    """
     return (1.0 - p ** (_TYPICAL_K + 1)) / (1.0 - p)

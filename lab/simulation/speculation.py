@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated speculation, in which production policies decide an engine's drafts with the seconds of a cost model.
+"""Simulates how engines draft. The production code decides how much is drafted, with seconds from a cost model.
 
 Shapes: B requests of an engine, K draft positions.
 """
@@ -17,63 +17,64 @@ from nemo_specrollout.speculation.decision import best_depth, best_steps
 from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts
 
 _EXACT_BATCH = 8
-"""Largest batch size for which each size has its own cached decision."""
+"""Batch size up to which each size has its own cached decision."""
 _BATCH_STEP = 1.1
-"""Ratio of larger batch sizes that share a decision."""
+"""Ratio up to which batch sizes above `_EXACT_BATCH` share a cached decision."""
 _CONTEXT_STEP = 1.25
-"""Ratio of context lengths that share a decision."""
+"""Ratio up to which context lengths share a cached decision."""
 _ACCEPTANCE_STEP = 0.02
-"""Difference of acceptances that share a decision."""
+"""Difference up to which mean acceptances share a cached decision."""
 _NUM_BINS = 1024
-"""Number of bins of survival. The decision values drafts by the centre of their bin."""
+"""Number of bins of survival. Decisions take the survival of a draft to be the centre of its bin."""
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Draft lengths that a decoupled pair tries."""
+"""Numbers of drafts that a pair of a verifier and a separate drafter tries."""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One engine step."""
+    """One engine step, in expected values."""
 
     tokens_B: np.ndarray
-    """Mean tokens that each request emits, float64."""
+    """Expected number of tokens by which each request grows, float64."""
     num_rows: float
-    """Rows of the verifier."""
+    """Number of rows that the verifier computes."""
     depth: float = 0.0
-    """Draft tokens that the engine itself makes for each request before the step."""
+    """Number of draft tokens that the engine itself makes for each request before the step."""
 
 
 class Speculation(ABC):
-    """Drafting of one kind of engine."""
+    """How an engine drafts, and how long its engine steps take."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
 
     @abstractmethod
     def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
-        """Returns the step for requests with acceptances `p_B` and a mean length of `context` tokens."""
+        """Returns the engine step for requests with acceptances `p_B` and a mean length of `context` tokens."""
 
     def step_s(self, step: DecodeStep, num_requests: float, context: float) -> float:
-        """Returns the seconds of a step."""
+        """Returns the seconds of an engine step, including those of drafting in the engine."""
         seconds = float(self.costs.step_s(num_requests, step.num_rows, context))
         return seconds + step.depth * self.costs.draft_s(num_requests, context) if step.depth else seconds
 
     def tokens_per_s(self, p_B: np.ndarray, context: float) -> float:
-        """Returns the mean tokens per second of a request."""
+        """Returns the tokens per second of a request, as a mean over the requests."""
         step = self.decode_step(p_B, context)
         return float(step.tokens_B.mean()) / self.step_s(step, len(p_B), context)
 
 
 class NoSpeculation(Speculation):
-    """Emits one token in each step."""
+    """Plain decoding, where each request gets one token in an engine step."""
 
     def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
         return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
 
 
 class CoupledSpeculation(Speculation):
-    """Drafting in the policy's engine, with a model or by looking drafts up in text, as `budget` says.
+    """Drafting in the policy's own engine, with a model or from texts.
 
-    Under `auto`, the production decision chooses how deep a draft model drafts, and how many drafts are verified.
+    Under a fixed budget each request has the same number of drafts. Under `auto` the production code decides how many tokens
+    ahead a draft model drafts, and how many drafts are verified.
     """
 
     def __init__(self, costs: Costs, budget: BudgetConfig, max_k: int, has_weights: bool) -> None:
@@ -95,7 +96,7 @@ class CoupledSpeculation(Speculation):
         return DecodeStep(tokens_B, float(len(p_B) + counts_B.sum()), float(depth) if self.has_weights else 0.0)
 
     def _decide(self, p_B: np.ndarray, context: float) -> tuple[int, float]:
-        """Returns the draft depth, and the survival below which a draft token is not verified."""
+        """Returns how many tokens ahead the engine drafts, and the survival below which a draft token is not verified."""
         if self.config.policy == "fixed":
             return self.config.k, 0.0
         num_requests = len(p_B)
@@ -116,8 +117,11 @@ class CoupledSpeculation(Speculation):
         return StepCosts(np.maximum.accumulate(seconds), np.zeros(0), drafting=drafting)
 
     def _draft_costs(self, num_requests: int, context: float) -> DraftCosts:
-        """Returns the line through this batch size and twice that. A drafter that does not pay is dormant and reads
-        nothing."""
+        """Returns costs of drafting that are linear in the number of requests.
+
+        They agree with the cost model at this number of requests and at twice this number. A drafter that does not pay is
+        dormant, so it reads no tokens.
+        """
         once_s, twice_s = (self.costs.draft_s(n, context) for n in (num_requests, 2 * num_requests))
         token_s = max(0.0, min(twice_s - once_s, once_s)) / num_requests
         pass_s = once_s - num_requests * token_s
@@ -125,10 +129,11 @@ class CoupledSpeculation(Speculation):
 
 
 class DecoupledSpeculation(Speculation):
-    """Drafting on separate GPUs, where the drafter runs ahead in steady state at the draft length with the highest speed.
+    """Drafting on separate GPUs, where the drafter works ahead of the verifier in a steady state.
 
-    If no draft length is faster than plain decoding, there are no drafts. A request whose acceptance differs from the batch
-    mean gains as much as it would by as many drafts in its own engine.
+    The number of drafts is the one with the highest speed. If none is faster than plain decoding, there are no drafts. If a
+    request's acceptance differs from the batch's mean, the request gains as much as it would from as many drafts in its own
+    engine.
     """
 
     def __init__(self, costs: Costs, drafter: Costs, max_k: int) -> None:
@@ -162,7 +167,7 @@ class DecoupledSpeculation(Speculation):
 
 
 def spread(survival: np.ndarray, num_bins: int = _NUM_BINS) -> np.ndarray:
-    """Returns the number of draft tokens of these survivals in each of `num_bins` bins, float64."""
+    """Returns how many draft tokens have a survival in each of `num_bins` equal bins from 0 to 1, float64."""
     bins = np.minimum((survival.ravel() * num_bins).astype(np.int64), num_bins - 1)
     return np.bincount(bins, minlength=num_bins).astype(np.float64)
 
@@ -173,7 +178,7 @@ def _least_survival(survival_BK: np.ndarray, num_drafts: int) -> float:
 
 
 def _counts(p_B: np.ndarray, depth: int, least_survival: float) -> np.ndarray:
-    """Returns how many draft tokens of each request have at least `least_survival`, int64 and at most `depth`."""
+    """Returns how many draft tokens of each request have a survival of at least `least_survival`, int64, at most `depth`."""
     if depth == 0 or least_survival <= 0.0:
         return np.full(len(p_B), depth, np.int64)
     most_B = np.log(least_survival) / np.log(np.clip(p_B, 1e-12, 1 - 1e-12))

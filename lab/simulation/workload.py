@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workload of a rollout, with response lengths, drawn or read from a trace, and the acceptance of each draft method.
+"""The requests of a simulated rollout, with their response lengths and the acceptance of each draft method.
+
+Lengths are drawn at random or read from a trace.
 
 Shapes: R requests, P prompts, S samples of a prompt, M draft methods, N lengths.
 """
@@ -18,36 +20,36 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.storage.text_files import json_lines, whole_number
 
 _SURE = 1.0 - 1e-6
-"""Maximum acceptance."""
+"""Largest acceptance that a request may have."""
 _KV_BLOCK = 16
 """Default number of tokens in a block of vLLM's KV cache. Samples of a prompt share its full blocks."""
 _LOW_QUANTILE = 0.02
 _HIGH_QUANTILE = 0.98
-"""Range of quantiles by which a length distribution is fitted, because the ends of a sample are unreliable."""
+"""Highest quantile to which a distribution is fitted. With `_LOW_QUANTILE` it leaves out the unreliable ends of a sample."""
 
 
 @dataclass(frozen=True)
 class LengthConfig:
-    """Capped log-normal distribution of response lengths in tokens."""
+    """Log-normal distribution of response lengths in tokens, which are cut at `max_tokens`."""
 
     median: float = bounded(above=0.0)
-    """Median before the cap."""
+    """Median of the lengths before they are cut."""
     sigma: float = bounded(low=0.0, high=3.0)
-    """Standard deviation of the logarithm before the cap."""
+    """Standard deviation of the logarithm of the lengths before they are cut."""
     max_tokens: int = bounded(low=1)
     """Maximum length, like `max_new_tokens`."""
     group_share: float = bounded(0.5, low=0.0, high=1.0)
     """Share of the variance that is between prompts. The rest is between samples of a prompt."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if the median is above the cap."""
+        """Raises ConfigError if the median is above `max_tokens`."""
         if self.median > self.max_tokens:
             raise ConfigError(
                 f"{path}.median: {self.median:g} is above max_tokens {self.max_tokens}; lower it, or raise that"
             )
 
     def draw(self, num_prompts: int, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-        """Draws lengths, int64 [P, S]."""
+        """Returns random lengths, int64 [P, S]."""
         of_prompt_P1 = rng.standard_normal((num_prompts, 1))
         own_PS = rng.standard_normal((num_prompts, num_samples))
         score_PS = np.sqrt(self.group_share) * of_prompt_P1 + np.sqrt(1.0 - self.group_share) * own_PS
@@ -56,9 +58,9 @@ class LengthConfig:
 
 
 def fitted(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> LengthConfig:
-    """Fits a distribution to observed lengths. Lengths of `max_tokens` count as at least that long.
+    """Returns the distribution that fits observed lengths best. Lengths of `max_tokens` count as at least that long.
 
-    Fits a line through the quantiles below the cap, against the same quantiles of the normal distribution.
+    The fit is a line through the quantiles below `max_tokens`, against the same quantiles of the normal distribution.
     """
     known_N = np.sort(np.asarray(lengths, float))
     ranks_N = (np.arange(len(known_N)) + 0.5) / len(known_N)
@@ -72,24 +74,24 @@ def fitted(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> LengthConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in the order of their prompts."""
+    """The requests of a simulated rollout, in the order of their prompts."""
 
     prompt_R: np.ndarray
-    """Prompt of each request, int64."""
+    """Number of each request's prompt, int64."""
     length_R: np.ndarray
-    """Response tokens, int64."""
+    """Number of response tokens of each request, int64."""
     acceptance_RM: np.ndarray
-    """P(a draft token is right | those before it were), float64."""
+    """Probability that a draft token is right if those before it are, by request and draft method, float64."""
     prompt_tokens: int
-    """Tokens of each prompt."""
+    """Number of tokens of each prompt."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all responses."""
+        """Number of tokens of all responses."""
         return int(self.length_R.sum())
 
     def part(self, rows_r: np.ndarray) -> "Workload":
-        """Returns some of the requests."""
+        """Returns the requests at the indices `rows_r`."""
         return replace(
             self,
             prompt_R=self.prompt_R[rows_r],
@@ -98,7 +100,7 @@ class Workload:
         )
 
     def with_others(self, others: "Workload") -> "Workload":
-        """Returns these requests and others, whose prompts have as many tokens."""
+        """Returns these requests followed by others, whose prompts must have as many tokens."""
         return replace(
             self,
             prompt_R=np.concatenate([self.prompt_R, others.prompt_R]),
@@ -107,9 +109,10 @@ class Workload:
         )
 
     def tokens_to_prefill(self, requests_b: np.ndarray) -> int:
-        """Returns the prompt tokens that an engine computes when these requests begin.
+        """Returns how many prompt tokens an engine computes when these requests begin.
 
-        The shared full blocks of a prompt count once, the rest for each request. Each request computes its last token.
+        Samples of a prompt share its full KV cache blocks, which are computed once. The tokens after these are computed for
+        each request. They always include the last token of the prompt.
         """
         shared = (self.prompt_tokens - 1) // _KV_BLOCK * _KV_BLOCK
         num_prompts = len(np.unique(self.prompt_R[requests_b]))
@@ -124,10 +127,11 @@ def workload(
     shared: float,
     rng: np.random.Generator,
 ) -> Workload:
-    """Returns requests of these lengths. The acceptance of a method is normal in log-odds.
+    """Returns requests of these lengths, each with a random acceptance for each draft method.
 
-    `centres_M` is the acceptance of the typical request, and `spreads_M` the standard deviation of the log-odds. `shared` is
-    the correlation of two methods' log-odds on the same request.
+    The log-odds of an acceptance are normally distributed. `centres_M` is the acceptance of the typical request, and
+    `spreads_M` the standard deviation of the log-odds. `shared` is the correlation between two methods' log-odds on the same
+    request.
     """
     num_prompts, num_samples = lengths_PS.shape
     num = lengths_PS.size
@@ -139,9 +143,10 @@ def workload(
 
 
 def acceptance_for(length: float, k: int, spread: float = 0.0) -> float:
-    """Returns the typical acceptance at which k drafts per step emit `length` tokens over all requests.
+    """Returns the acceptance of the typical request at which k drafts give an acceptance length of `length` over all requests.
 
-    The length includes the verifier's own token. It is tokens divided by rounds, so over requests it is a harmonic mean.
+    `length` is the number of tokens, including the policy's own, divided by the number of engine steps. So it is a harmonic
+    mean over the requests. `spread` is the standard deviation of the log-odds of acceptance over requests.
     """
     # Midpoints of equal shares of the normal distribution
     scores = np.array([NormalDist().inv_cdf((i + 0.5) / 64) for i in range(64)]) if spread else np.zeros(1)
@@ -178,9 +183,10 @@ class Sample:
 
 
 def read_trace(path: Path, field: str) -> list[np.ndarray]:
-    """Returns the lengths of each step in order, int64 [P, S].
+    """Returns the response lengths of each step of a trace, int64 [P, S], in the order of the steps.
 
-    Reads a run's `samples.jsonl`, or lines of {prompt, sample, tokens}. Raises ConfigError with field, value and fix.
+    The file is a run's `samples.jsonl`, or has lines of {prompt, sample, tokens}. Raises ConfigError with field, value and
+    fix.
     """
     steps: dict[int, dict[tuple[int, int], int]] = {}
     try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantization method for the draft head of a CPU engine.
+"""A quantization method with which the draft head of a CPU engine computes in bfloat16, while its policy is in float32.
 
-The head of a float32 policy may compute in bfloat16 on CPUs that multiply bfloat16, because no token depends on the head.
+It is used on CPUs that have instructions for bfloat16. No token depends on the head, so its precision does not matter for
+them.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def quantize_head(vllm_config: Any) -> None:
-    """Lets the block's EAGLE-3 head of a float32 policy compute in bfloat16."""
+    """Makes the engine's EAGLE-3 head compute in bfloat16, if the policy is in float32 and the CPU multiplies bfloat16."""
     block, policy = (vllm_config.additional_config or {}).get("specrollout", {}), vllm_config.model_config
     has_head = any(drafter["type"] == "eagle3" for drafter in block.get("drafters", ()))
     if has_head and policy.dtype == torch.float32 and multiplies_bfloat16():
@@ -35,7 +36,10 @@ def quantize_head(vllm_config: Any) -> None:
 
 
 class _InBfloat16(QuantizeMethodBase):
-    """Mixin for a method of vLLM. Weights and products are bfloat16, and inputs and outputs have the policy's type."""
+    """Mixin for vLLM's classes that compute a layer. Weights and products are in bfloat16.
+
+    Inputs and outputs keep the policy's dtype.
+    """
 
     def create_weights(
         self,
@@ -56,16 +60,19 @@ class _InBfloat16(QuantizeMethodBase):
 
 
 class _Linear(_InBfloat16, UnquantizedLinearMethod):
-    """Method of a linear layer."""
+    """Computes a linear layer in bfloat16."""
 
 
 class _LMHead(_InBfloat16, UnquantizedEmbeddingMethod):
-    """Method of an LM head."""
+    """Computes an LM head in bfloat16."""
 
 
 @register_quantization_config(BFLOAT16_HEAD)
 class Bfloat16Head(QuantizationConfig):
-    """Applies to all linear layers of a head including its LM head, but not to the embedding, which is the policy's."""
+    """Config object through which vLLM uses this module's quantization method for a draft head in bfloat16.
+
+    The method applies to all linear layers of the head including its LM head, but not to the embedding, which is the policy's.
+    """
 
     def get_name(self) -> str:  # type: ignore[override]
         return BFLOAT16_HEAD

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU platform with what the V2 model runner needs: bodies for the Triton kernels, and asynchronous scheduling."""
+"""vLLM's CPU platform with what the V2 model runner needs, which is bodies of Triton kernels and asynchronous scheduling."""
 
 from typing import Any
 
@@ -8,11 +8,14 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class CpuPlatformForV2(CpuPlatform):
-    """The platform that the plugin names (`plugin.py`)."""
+    """vLLM's CPU platform, changed for the V2 model runner. The plugin in `plugin.py` names it to vLLM."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Keeps the setting of asynchronous scheduling, which vLLM's method would switch off."""
+        """Updates the config as vLLM does, but keeps the setting of asynchronous scheduling, which vLLM would switch off.
+
+        Also lets a draft head compute in bfloat16 where that is possible.
+        """
         asynchronous = vllm_config.scheduler_config.async_scheduling
         super().check_and_update_config(vllm_config)
         vllm_config.scheduler_config.async_scheduling = asynchronous
@@ -22,7 +25,7 @@ class CpuPlatformForV2(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Registers the bodies of the kernels. Each worker calls this hook of vLLM."""
+        """Replaces Triton kernels and functions of vLLM by those of this package. Each vLLM worker calls this hook."""
         from lab.vllm_on_cpu import bfloat16_head, kernels, recurrent  # noqa: F401 - the first registers a quantization
 
         kernels.register()

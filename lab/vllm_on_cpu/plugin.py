@@ -7,9 +7,9 @@ vLLM imports this module in each of its processes, so the module itself imports 
 import os
 
 V2_ON_CPU = "NEMO_SPECROLLOUT_V2_ON_CPU"
-"""Environment variable. The value "0" keeps vLLM's own platform."""
+"""Name of an environment variable. Its value "0" keeps vLLM's own platform."""
 _ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-"""Variables of a process with our platform. torch.compile would take minutes on a CPU."""
+"""Environment variables of a process with our platform. torch.compile is off, because it would take minutes on a CPU."""
 
 
 class _ActiveDriver:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces vLLM's CPU functions for recurrent layers, which ignore the drafts that the last step accepted.
+"""Replaces vLLM's CPU functions for recurrent layers, because they ignore which drafts the last engine step has accepted.
 
 Each function takes the arguments of vLLM's own and does what vLLM's GPU kernel does, in a loop over requests.
 
-Shapes: B requests, K draft positions, R rows, L rows of one request; C channels and W taps of a convolution; H heads of size
-D with a state of size N.
+Shapes: B requests, K draft positions, R rows, L rows of one request, C channels and W taps of a convolution, H heads of size D
+with a state of size N.
 """
 
 import sys
@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 
 def install() -> None:
-    """Puts the functions in the place of vLLM's, in all modules that use them."""
+    """Replaces vLLM's functions by those of this module, in all modules that use them."""
     native = causal_conv1d.causal_conv1d_update
     for module in [m for name, m in sys.modules.items() if name.startswith("vllm.model_executor")]:
         if vars(module).get("causal_conv1d_update") is native:
@@ -45,8 +45,8 @@ def convolve(
 ) -> torch.Tensor:
     """Returns the convolved rows [R, C], and advances each request's window, like vLLM's `causal_conv1d_update`.
 
-    The window [C, W - 1 + K] begins `accepted - 1` columns late if the last step had drafts. All rows of this step are kept in
-    it, because only the next step knows which of them were accepted.
+    If the last engine step had drafts, the window [C, W - 1 + K] begins `accepted - 1` columns later. It keeps all rows of
+    this engine step, because only the next one knows which of them were accepted.
     """
     assert conv_state_indices is not None
     slots_B = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
@@ -85,8 +85,8 @@ def scan_states(
 ) -> None:
     """Writes the rows of a Mamba2 layer to `out` [R, H, D], like vLLM's `selective_state_update`.
 
-    In a step with drafts, each row leaves its state [H, D, N] in a slot of its own. The next step begins at the slot of the
-    last accepted token.
+    In an engine step with drafts, each row leaves its state [H, D, N] in a slot of its own. The next engine step begins at the
+    slot of the last accepted token.
     """
     from_BK, to_BK = (t if t.dim() == 2 else t[:, None] for t in (state_batch_indices, dst_state_batch_indices))
     starts, per_group = _starts(cu_seqlens, len(from_BK)), state.shape[1] // B.shape[1]
@@ -115,7 +115,7 @@ def apply_delta_rule(
 ) -> None:
     """Writes the rows of a layer of the gated delta rule to `core_attn_out` [R, H, D], like vLLM's `cpu_gdn_attention_core`.
 
-    vLLM's own function takes only bfloat16, in which steps with and without drafts round differently.
+    vLLM's own function takes only bfloat16, in which engine steps with and without drafts round differently.
     """
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
@@ -152,7 +152,10 @@ def _heads(layer: Any, made_LC: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sequences(metadata: Any) -> Iterator[tuple[list[int], list[int], int, bool]]:
-    """Yields each request's rows, slots of states, tokens accepted in the last step (0: no drafts), and if it has a state."""
+    """Yields each request's rows, slots of states, number of accepted tokens, and whether it has a state already.
+
+    The number is that of the last engine step, or 0 for a request without drafts.
+    """
     if metadata.num_spec_decodes:
         starts = metadata.spec_query_start_loc.tolist()
         order = range(starts[-1]) if metadata.spec_token_indx is None else metadata.spec_token_indx.tolist()

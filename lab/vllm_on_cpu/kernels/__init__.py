@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numba bodies for the Triton kernels of vLLM's V2 model runner, which let the runner work on a CPU at a CPU's speed.
+"""CPU functions, compiled by numba, in place of the Triton kernels of vLLM's V2 model runner. They are called bodies.
 
-vLLM's interface for such bodies is `vllm.triton_utils.dispatcher`. A body has its kernel's parameters, in the kernel's order.
-One call of a body does the work of all programs of a launch (`kernel_launch.numba_body`).
+vLLM's interface for them is `vllm.triton_utils.dispatcher`. A body has the same parameters as its kernel, in the same order.
+One call of a body does the work of all programs of a kernel launch (`kernel_launch.numba_body`).
 """
 
 import functools
@@ -18,7 +18,7 @@ from lab.vllm_on_cpu.kernels.kernel_launch import BODIES, parameters
 
 
 def bodies() -> dict[str, Callable[..., None]]:
-    """Returns the bodies of all modules of this package by the full name of their kernel."""
+    """Returns the bodies in all modules of this package, by the full names of their kernels."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return BODIES
@@ -26,7 +26,7 @@ def bodies() -> dict[str, Callable[..., None]]:
 
 @functools.cache
 def register() -> int:
-    """Replaces vLLM's kernels by the bodies, once per process. Returns the number of replaced kernels.
+    """Replaces vLLM's kernels by our bodies, once per process. Returns the number of replaced kernels.
 
     Kernels that this vLLM does not have are skipped. Raises RuntimeError if a kernel has other parameters than its body.
     """
@@ -40,7 +40,10 @@ def register() -> int:
 
 
 def _matches(name: str, body: Callable[..., Any]) -> bool:
-    """Returns whether vLLM has the kernel. Imports its module, so that the registration finds all references to it."""
+    """Returns whether vLLM has a kernel. Raises RuntimeError if the kernel has other parameters than its body.
+
+    Imports the kernel's module, so that vLLM's registration finds all references to the kernel.
+    """
     module_name, attribute = name.rsplit(".", 1)
     try:
         kernel = getattr(importlib.import_module(module_name), attribute, None)
@@ -58,7 +61,10 @@ def _matches(name: str, body: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Hides a package's modules from the registration, which searches all modules and fails on llvmlite's objects."""
+    """Returns a context in which a package's modules are hidden from vLLM's registration.
+
+    The registration searches all modules, and fails on objects of llvmlite.
+    """
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == package}
     try:
         yield

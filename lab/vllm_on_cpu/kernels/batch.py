@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels that prepare a step's batch: block tables, staged writes, inputs, bookkeeping.
+"""Bodies for the kernels that prepare the batch of an engine step, with block tables, staged writes, inputs and bookkeeping.
 
-The number of programs is mostly the number of requests. That is the length of `idx_mapping`, which holds each request's slot.
+Most of these kernels have one program for each request. So the bodies loop over `idx_mapping`, which has each request's slot.
 """
 
 from typing import Any
@@ -17,7 +17,10 @@ def gather_block_tables(  # type: ignore[no-untyped-def]
     batch_idx_to_req_idx, src_block_table_ptrs, dst_block_table_ptrs, block_table_strides, num_blocks_ptr,
     num_blocks_stride, num_reqs, BLOCK_SIZE,
 ):  # fmt: skip
-    """Copies the requests' rows. The kernel also zeroes padding rows, which only CUDA graphs have."""
+    """Copies the rows of the batch's requests from the block tables.
+
+    The kernel also zeroes padding rows, which only CUDA graphs have.
+    """
     num_groups, max_num_reqs = num_blocks_ptr.shape
     for group in range(num_groups):
         stride = block_table_strides[group]
@@ -77,7 +80,10 @@ def apply_write(
     output_ptr: Any, output_stride: Any, write_indices_ptr: Any, write_starts_ptr: Any, write_contents_ptr: Any,
     write_cu_lens_ptr: Any, write_group_ids_ptr: Any, BLOCK_SIZE: int, MULTI_GROUP: bool,
 ) -> None:  # fmt: skip
-    """Writes to one tensor, or, if there are groups, to the int32 tensors whose addresses `output_ptr` holds."""
+    """Applies staged writes to one tensor.
+
+    If there are groups, it writes to the int32 tensors whose addresses `output_ptr` has.
+    """
     writes = [
         view(argument)
         for argument in (

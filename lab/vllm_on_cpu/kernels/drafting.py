@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's drafters: EAGLE heads, a draft model, DFlash, n-grams, multi-token prediction."""
+"""Bodies for the kernels of vLLM's drafters.
+
+The drafters are EAGLE heads, a draft model, DFlash, n-grams and multi-token prediction.
+"""
 
 import numpy as np
 from numba import njit
@@ -14,7 +17,10 @@ def prepare_head_prefill(  # type: ignore[no-untyped-def]
     next_prefill_tokens_ptr, num_sampled_ptr, num_rejected_ptr, query_start_loc_ptr, seq_lens_ptr, max_num_reqs,
     BLOCK_SIZE,
 ):  # fmt: skip
-    """Copies the target's inputs without rejected tokens, shifted by one because a head reads token i + 1 with state i."""
+    """Prepares the inputs of a head, which are those of the target model without rejected drafts.
+
+    They are shifted by one, because a head reads token i + 1 together with hidden state i.
+    """
     num_reqs = len(idx_mapping_ptr)
     for b in range(num_reqs):
         slot, start = idx_mapping_ptr[b], query_start_loc_ptr[b]
@@ -81,7 +87,10 @@ def prepare_draft_model_prefill(  # type: ignore[no-untyped-def]
     last_token_indices_ptr, out_query_start_loc_ptr, out_seq_lens_ptr, query_start_loc_ptr, seq_lens_ptr,
     num_rejected_ptr, max_num_reqs, max_model_len, BLOCK_SIZE,
 ):  # fmt: skip
-    """Copies the target's inputs, and appends the last sampled token to each request's accepted tokens."""
+    """Prepares the inputs of a draft model, which are those of the target model without rejected drafts.
+
+    The last sampled token is appended to each request's accepted tokens.
+    """
     num_reqs = len(idx_mapping_ptr)
     for b in range(num_reqs):
         start, end = query_start_loc_ptr[b], query_start_loc_ptr[b + 1]
@@ -102,7 +111,7 @@ def prepare_draft_model_prefill(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, inline="always")
 def _cache_slot(position, blocks, block_size, pad):  # type: ignore[no-untyped-def]
-    """Returns the cache slot of a position, or `pad` if the position is in the null block."""
+    """Returns the slot of a position in the KV cache, or `pad` if the position is in the null block."""
     block = np.int64(blocks[min(position // block_size, len(blocks) - 1)])
     return pad if block == 0 else block * block_size + position % block_size
 
@@ -117,7 +126,10 @@ def prepare_dflash_inputs(  # type: ignore[no-untyped-def]
     num_speculative_steps, max_num_reqs, max_num_tokens, max_model_len, cp_rank, SAMPLE_FROM_ANCHOR, PAD_SLOT_ID, CP_SIZE,
     CP_INTERLEAVE, BLOCK_SIZE,
 ):  # fmt: skip
-    """Writes each request's new context, then the last sampled token and the masks that DFlash fills in one pass."""
+    """Prepares the inputs of DFlash, which are each request's new context, the last sampled token, and masks.
+
+    DFlash fills in all masks in one forward pass.
+    """
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism has no body for a CPU")
     num_reqs = len(idx_mapping_ptr)
@@ -168,7 +180,10 @@ def scan_ngrams(  # type: ignore[no-untyped-def]
     token_ids_ptr, token_ids_stride, idx_mapping_ptr, total_len_ptr, num_sampled_ptr, scratch_ptr, scratch_stride, L,
     MIN_N, MAX_N, MAX_N_PO2, BLOCK_L,
 ):  # fmt: skip
-    """Finds the longest n-gram that also ends the text, the rightmost of equals. Encodes it as n (L + 1) + position + 1."""
+    """Finds the longest n-gram in the text that is equal to the text's last n tokens. Of equally long ones the last is taken.
+
+    Each block of positions gets its best n-gram, encoded as n (L + 1) + position + 1.
+    """
     for b in range(len(idx_mapping_ptr)):
         slot = idx_mapping_ptr[b]
         tokens, length = token_ids_ptr[slot], total_len_ptr[slot]
@@ -191,7 +206,10 @@ def draft_ngrams(  # type: ignore[no-untyped-def]
     token_ids_ptr, token_ids_stride, idx_mapping_ptr, total_len_ptr, num_sampled_ptr, last_sampled_ptr, scratch_ptr,
     scratch_stride, drafts_ptr, L, N_BLOCKS, K, K_PO2, N_BLOCKS_PO2,
 ):  # fmt: skip
-    """Drafts the tokens that followed the n-gram, then repeats the last sampled token."""
+    """Drafts the tokens that followed the n-gram in the text.
+
+    If there are fewer than K, the last sampled token fills the rest.
+    """
     for b in range(len(idx_mapping_ptr)):
         slot = idx_mapping_ptr[b]
         score = scratch_ptr[b, :N_BLOCKS].max()

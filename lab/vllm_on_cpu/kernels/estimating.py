@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for vLLM's acceptance estimator, a logistic regression of acceptance on the draft's log-odds."""
+"""Bodies for the kernels of vLLM's acceptance estimator, a logistic regression of acceptance on the draft's log-odds."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def accumulate(  # type: ignore[no-untyped-def]
     info_ptr, grad_ptr, idx_mapping_ptr, num_sampled_ptr, num_rejected_ptr, features_ptr, features_stride, pred_ptr,
     pred_stride, counts_ptr, num_reqs, BLOCK_R,
 ):  # fmt: skip
-    """Adds the last step's drafts, up to the first rejected one, to the sums of the next Newton step."""
+    """Adds the drafts of the last engine step, up to the first rejected one, to the sums of the next Newton step."""
     num_steps = len(counts_ptr)
     for b in range(num_reqs):
         num_accepted = max(num_sampled_ptr[b] - 1, 0)
@@ -34,7 +34,7 @@ def refit(  # type: ignore[no-untyped-def]
     slope_ptr, intercepts_ptr, info_ptr, info_row_stride, grad_ptr, grad_row_stride, counts_ptr, NUM_SPECULATIVE_STEPS,
     L2, DAMPING, BLOCK,
 ):  # fmt: skip
-    """Takes a damped Newton step for the slope and the intercept of each position, then clears the sums."""
+    """Takes a damped Newton step for the slope and for the intercept of each draft position, and then clears the sums."""
     couplings, masses = info_ptr[:, 1], info_ptr[:, 2] + L2
     slope_gradient, gradients = grad_ptr[:, 0].sum(), grad_ptr[:, 1]
     rest = slope_gradient - (couplings * gradients / masses).sum()
@@ -76,7 +76,7 @@ def predict(  # type: ignore[no-untyped-def]
     step_ptr, num_tokens, vocab_num_blocks, per_token_step, NUM_SPECULATIVE_STEPS, MAX_LOG_ODDS,
     PADDED_VOCAB_NUM_BLOCKS,
 ):  # fmt: skip
-    """Computes the log-odds of a draft distribution's likeliest token, and the acceptance that they predict."""
+    """Computes the log-odds of the likeliest token of each draft distribution, and the acceptance rate that they predict."""
     for row in range(num_tokens):
         slot = idx_mapping_ptr[row]
         if slot < 0:

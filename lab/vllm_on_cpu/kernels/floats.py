@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on logits for numba: decoding, an order for arg-max, and a logarithm and an exponential that LLVM vectorises.
+"""Arithmetic on logits in numba functions. It has decoding, order keys for arg-max, a logarithm and an exponential.
 
-No operation is fused or reordered, so a result has the same bits on every CPU and beside any other rows. A 16-bit float
-is passed as its bits, a bfloat16 as uint16 and a float16 as int16 (see `kernel_launch.view`).
+LLVM vectorises these functions. No operation is fused or reordered, so a result has the same bits on every CPU and in every
+batch. A 16-bit float is passed as its bits, a bfloat16 as uint16 and a float16 as int16 (`kernel_launch.view`).
 
 Shapes: V vocabulary, N elements of a block.
 """
@@ -28,9 +28,8 @@ SQRT_HALF = 0.707106769084930419921875
 LOG_SQRT_HALF = -0.3465736210346221923828125
 """log(sqrt(1/2)) as a float32, written exactly."""
 ATANH_SIXTH = (2.0, 0.666668176651001, 0.399748295545578, 0.2992499768733978)
-"""2 atanh(s) / s as a float32 polynomial in t = s^2, lowest order first.
-
-It is a Chebyshev fit with a relative error below 5e-9 on t in [0, 0.02945], the range that a logarithm needs."""
+"""Coefficients of 2 atanh(s) / s as a float32 polynomial in t = s^2, lowest order first. It is a Chebyshev fit with a relative
+error below 5e-9 on t in [0, 0.02945], the range that a logarithm needs."""
 _LN2, _SQRT_HALF, _LOG_SQRT_HALF = F32(LN2), F32(SQRT_HALF), F32(LOG_SQRT_HALF)
 _S0, _S1, _S2, _S3 = (F32(c) for c in ATANH_SIXTH)
 
@@ -58,7 +57,10 @@ def value_of(number: Any) -> Any:
 
 
 def stored(value: Any, like: Any) -> Any:
-    """Returns, inside a numba function, float32 `value` as the array of logits `like` stores it. Not for float16."""
+    """Returns, inside a numba function, the float32 `value` in the form in which the array `like` stores logits.
+
+    For a bfloat16 this is its bits. A float16 is not supported.
+    """
     raise NotImplementedError
 
 
@@ -105,21 +107,27 @@ def _stored(value, like):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def row_of(matrix, row, num):  # type: ignore[no-untyped-def]
-    """Returns the first `num` elements of a row, contiguous for the compiler even if rows have padding between them."""
+    """Returns the first `num` elements of a row as an array.
+
+    The compiler knows that the array is contiguous, even if the matrix has padding between its rows.
+    """
     address = matrix.ctypes.data + np.int64(row) * matrix.strides[0]
     return carray(void_pointer(address), (num,), matrix.dtype)
 
 
 @njit(cache=True, error_model="numpy")
 def decode(logits_N, values_N):  # type: ignore[no-untyped-def]
-    """Writes the float32 values of logits."""
+    """Writes the float32 values of `logits_N` to `values_N`."""
     for i in range(len(values_N)):
         values_N[i] = value_of(logits_N[i])
 
 
 @njit(cache=True)
 def order_key(value):  # type: ignore[no-untyped-def]
-    """Returns an int32 that is ordered like float32 `value`. LLVM vectorises a maximum of integers, but not of floats."""
+    """Returns the order key of a float32, which is an int32. Keys are ordered like the floats.
+
+    LLVM vectorises a maximum of integers, but not of floats.
+    """
     bits = np.float32(value).view(np.int32)
     return I32(bits ^ ((bits >> I32(31)) & I32(0x7FFFFFFF)))
 
@@ -141,7 +149,7 @@ def highest(values_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def log(value):  # type: ignore[no-untyped-def]
-    """Returns the logarithm of a positive, normal float32. Error: about 1e-7 absolute near 1, 2 ulp elsewhere."""
+    """Returns the logarithm of a positive, normal float32. The error is about 1e-7 near 1, and 2 ulp elsewhere."""
     bits = np.float32(value).view(np.int32)
     exponent = F32(I32((bits >> I32(23)) - I32(126)))
     mantissa = I32((bits & I32(0x7FFFFF)) | I32(0x3F000000)).view(np.float32)
@@ -153,7 +161,10 @@ def log(value):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def exp_of_negative(value):  # type: ignore[no-untyped-def]
-    """Returns the exponential of a float32 of at most 0, but at least 2^-126. Meant for sums that have a larger part."""
+    """Returns the exponential of a float32 that is at most 0.
+
+    The result is at least 2^-126, so it should only be used in sums that have a larger term.
+    """
     exponent = value * _LOG2_E
     exponent = _SMALLEST_EXPONENT if exponent < _SMALLEST_EXPONENT else exponent
     shifted = exponent + _TO_INTEGER

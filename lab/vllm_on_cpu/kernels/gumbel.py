@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for `sample/gumbel.py`: Gumbel-max sampling and the temperature.
+"""Bodies for the kernels of vLLM's `sample/gumbel.py`, which sample by Gumbel-max and apply the temperature.
 
-A row of logits is processed in blocks, as in the kernel. The logarithms are computed only for a block that can hold a better
-token than the blocks before it. `gumbel_bound` rules out most blocks. A row's token does not depend on other rows.
+A row of logits is processed in blocks, as in the kernel. Exact noise needs logarithms, so it is computed only for a block that
+can have a better token than the blocks before it. A cheap bound on the noise (`gumbel_bound`) rules out most blocks. The token
+of a row does not depend on other rows.
 
 Shapes: R rows, V vocabulary, B blocks of a row, N tokens of a block.
 """
@@ -36,7 +37,7 @@ from lab.vllm_on_cpu.kernels.noise import (
 
 @njit(cache=True, error_model="numpy")
 def _read(logits_N, divisor, scores_N):  # type: ignore[no-untyped-def]
-    """Writes logits / divisor. Adding 0 turns -0 into 0."""
+    """Writes logits / divisor to `scores_N`. Adding 0 turns -0 into 0."""
     for i in range(len(scores_N)):
         scores_N[i] = value_of(logits_N[i]) + F32(0)
     if divisor != F32(1):
@@ -46,7 +47,7 @@ def _read(logits_N, divisor, scores_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _draw(state, first, scores_N, bits_N):  # type: ignore[no-untyped-def]
-    """Writes the tokens' random bits. Returns an order key that no score with noise exceeds."""
+    """Writes each token's random bits. Returns an order key that is at least that of each score with its noise."""
     best = LOWEST_KEY
     for i in range(len(scores_N)):
         bits_N[i] = token_bits(state, np.add(first, U32(i)))
@@ -73,7 +74,10 @@ def _find(scores_N, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _sample_row(logits_V, divisor, state, is_noisy, scores_N, bits_N, tokens_B, maxima_B):  # type: ignore[no-untyped-def]
-    """Writes a block's best token and score if it beats all blocks before it, and a score of -inf otherwise."""
+    """Writes the best token and score of each block whose score beats all blocks before it.
+
+    Other blocks get a score of -inf.
+    """
     num_vocab, size = len(logits_V), len(scores_N)
     best = LOWEST_KEY
     for b in range(len(maxima_B)):
@@ -115,9 +119,9 @@ def gumbel_sample(  # type: ignore[no-untyped-def]
     logits_stride, expanded_idx_mapping_ptr, seeds_ptr, pos_ptr, temp_ptr, vocab_size, BLOCK_SIZE, IS_DRAFTING,
     APPLY_TEMPERATURE, USE_FP64, PER_TOKEN_COL,
 ):  # fmt: skip
-    """Writes arg-max(logits / temperature + noise) of each row, or arg-max(logits) at temperature 0.
+    """Writes arg-max(logits / temperature + noise) of each row and block, or arg-max(logits) at temperature 0.
 
-    Takes the first of equals. Rows without a request (-1) are greedy. With a cache, the raw logits are stored at
+    Of equal scores the first one wins. Rows without a request (-1) are greedy. With a cache, the raw logits are stored at
     [request, column]. The result of a row with NaN is undefined.
     """
     scores_N, bits_N = np.empty(BLOCK_SIZE, np.float32), np.empty(BLOCK_SIZE, np.uint32)
@@ -144,7 +148,7 @@ def gumbel_sample(  # type: ignore[no-untyped-def]
 def temperature(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, expanded_idx_mapping_ptr, temperature_ptr, vocab_size, BLOCK_SIZE
 ):
-    """Divides each row by its request's temperature, unless that is 0 or 1."""
+    """Divides each row of logits by the temperature of its request, unless that is 0 or 1."""
     for r in range(logits_ptr.shape[0]):
         divisor = F32(temperature_ptr[expanded_idx_mapping_ptr[r]])
         if divisor != F32(0) and divisor != F32(1):

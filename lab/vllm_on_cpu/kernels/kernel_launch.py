@@ -12,7 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 BODIES: dict[str, Callable[..., None]] = {}
-"""The registered bodies by the full name of their kernel, such as `vllm.v1.worker.gpu.sample.min_p._min_p_kernel`."""
+"""Registered bodies by the full names of their kernels, such as `vllm.v1.worker.gpu.sample.min_p._min_p_kernel`."""
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """Integer types that hold the bits of float types that numba does not know."""
 
@@ -32,9 +32,10 @@ def int32_array(address, length):  # type: ignore[no-untyped-def]
 
 
 def view(argument: Any) -> Any:
-    """Returns a tensor's memory as an array with the tensor's strides. Returns anything else unchanged.
+    """Returns a tensor's memory as an array with the tensor's strides. Returns anything that is no tensor unchanged.
 
-    A bfloat16 tensor becomes an array of uint16, and a float16 tensor one of int16. They hold bits to be copied or decoded.
+    A bfloat16 tensor becomes an array of uint16, and a float16 tensor one of int16. They hold bits, which can be copied or
+    decoded.
     """
     if not isinstance(argument, torch.Tensor):
         return argument
@@ -45,9 +46,9 @@ def numba_body(kernel: str, **options: Any) -> Callable[[Callable[..., Any]], Ca
     """Compiles a function with numba and registers it as the body of the kernel `vllm.v1.<kernel>`.
 
     The function has all parameters of the kernel, in the kernel's order. A launch passes tensors, numbers and None by
-    position, and constexprs by keyword. The function gets all of them by position, tensors as arrays. Options of Triton's
-    compiler (`num_warps`) are dropped. There is no grid: the function takes the number of programs from a shape.
-    `options` go to `numba.njit`.
+    position, and constexprs by keyword. The function gets all of them by position, and tensors as arrays. Options of Triton's
+    compiler, such as `num_warps`, are dropped. A body gets no grid, so it takes the number of programs from the shape of an
+    argument. `options` go to `numba.njit`.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., None]:
@@ -63,7 +64,10 @@ def numba_body(kernel: str, **options: Any) -> Callable[[Callable[..., Any]], Ca
 
 
 def torch_body(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a function as the body of the kernel `vllm.v1.<kernel>`, like `numba_body`. It gets tensors as they are."""
+    """Registers a function as the body of the kernel `vllm.v1.<kernel>`, like `numba_body`, but does not compile it.
+
+    The function gets torch tensors.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         names = parameters(function)

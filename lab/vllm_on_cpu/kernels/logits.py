@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels that change or inspect logits: penalties, min-p, top-k, top-p, bad words, biases, grammars, NaNs.
+"""Bodies for the kernels that change or inspect logits.
 
-The last part forces the end of reasoning (thinking budgets).
+They are for penalties, min-p, top-k, top-p, bad words, biases, grammars and NaNs. The last part forces the end of reasoning
+(thinking budgets). To rule a token out means to set its logit to -inf.
 
-Shapes: R rows, V vocabulary, W words of 32 bits. T tokens of a text, P drafts of a request before a row, A token ids,
-M tokens of a marker.
+Shapes: R rows, V vocabulary, W words of 32 bits. T tokens of a text, P drafts of a request before a row, A token ids, M tokens
+of a marker.
 """
 
 import numpy as np
@@ -34,7 +35,7 @@ def _highest_of(row_V):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _unpack(words_W, flags_V):  # type: ignore[no-untyped-def]
-    """Writes 32 flags for each word, and zeros where words are missing."""
+    """Writes the 32 bits of each word as flags, and zeros where words are missing."""
     num_words = min(len(words_W), len(flags_V) // 32)
     flags_V[32 * num_words :] = 0
     for w in range(num_words):
@@ -50,7 +51,7 @@ def _flags(vocab_size):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _penalise(row_V, in_prompt_V, counts_V, repetition, frequency, presence):  # type: ignore[no-untyped-def]
-    """Penalises one row for the tokens of its prompt and its output."""
+    """Applies the penalties to one row of logits, for tokens that are in the request's prompt or output."""
     inverse = F32(1) / repetition
     for v in range(len(row_V)):
         value, count = value_of(row_V[v]), counts_V[v]
@@ -86,7 +87,7 @@ def bincount(  # type: ignore[no-untyped-def]
     expanded_idx_mapping_ptr, all_token_ids_ptr, all_token_ids_stride, prompt_len_ptr, prefill_len_ptr,
     prompt_bin_mask_ptr, prompt_bin_mask_stride, output_bin_counts_ptr, output_bin_counts_stride, BLOCK_SIZE,
 ):  # fmt: skip
-    """Marks the tokens of each prompt, and counts the tokens of an output that the request brought along."""
+    """Marks which tokens each prompt has, and counts the tokens of the output that a request already has when it arrives."""
     for request in expanded_idx_mapping_ptr:
         for i in range(prompt_len_ptr[request]):
             token = all_token_ids_ptr[request, i]
@@ -98,7 +99,7 @@ def bincount(  # type: ignore[no-untyped-def]
 
 @numba_body("worker.gpu.sample.min_p._min_p_kernel", error_model="numpy")
 def min_p(logits_ptr, logits_stride, expanded_idx_mapping_ptr, min_p_ptr, vocab_size, BLOCK_SIZE):  # type: ignore[no-untyped-def]
-    """Rules out tokens that are less likely than `min_p` times the likeliest token."""
+    """Rules out tokens that are less likely than `min_p` times the likeliest token of the row."""
     for r in range(logits_ptr.shape[0]):
         ratio = F32(min_p_ptr[expanded_idx_mapping_ptr[r]])
         if ratio != F32(0):
@@ -111,7 +112,7 @@ def min_p(logits_ptr, logits_stride, expanded_idx_mapping_ptr, min_p_ptr, vocab_
 
 @njit(cache=True)
 def _ends_with(prefix, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """Returns whether the output (`num_tokens` of `tokens_T`, then the drafts) ends with the prefix."""
+    """Returns whether a text ends with `prefix`. The text is the first `num_tokens` of `tokens_T`, followed by drafts."""
     first = num_tokens + len(drafts_P) - len(prefix)
     if first < 0:
         return False
@@ -128,7 +129,10 @@ def bad_words(  # type: ignore[no-untyped-def]
     bad_word_offsets_ptr, bad_word_offsets_stride, num_bad_words_ptr, all_token_ids_ptr, all_token_ids_stride,
     prompt_len_ptr, total_len_ptr, input_ids_ptr, expanded_local_pos_ptr,
 ):  # fmt: skip
-    """Rules out the last token of a bad word if the output, including drafts before the row, ends with the word's others."""
+    """Rules out the last token of a bad word in rows whose output ends with the word's other tokens.
+
+    Drafts before a row are part of the output.
+    """
     nothing = stored(NEGATIVE_INFINITY, logits_ptr)
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]
@@ -154,7 +158,7 @@ def _keep_only(row_V, tokens_A):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _forbid(row_V, tokens_A, unless_nothing_is_left):  # type: ignore[no-untyped-def]
-    """Rules tokens out. Restores them if no other token is left and `unless_nothing_is_left` is set."""
+    """Rules tokens out. If no other token is left and `unless_nothing_is_left` is set, their logits are restored."""
     before = np.empty(len(tokens_A), row_V.dtype)
     for i in range(len(tokens_A)):
         before[i] = row_V[tokens_A[i]]
@@ -173,7 +177,7 @@ def bias(  # type: ignore[no-untyped-def]
     pos_ptr, min_lens_ptr, num_stop_token_ids_ptr, restore_when_all_masked_ptr, stop_token_ids_ptr,
     stop_token_ids_stride, BLOCK_SIZE, LOGITS_BLOCK_SIZE, CHECK_ALL_MASKED_ROWS,
 ):  # fmt: skip
-    """Applies allowed token ids, then biases, then rules out stop tokens before the minimum length."""
+    """Rules out tokens that are not allowed, adds biases, and rules out stop tokens before the minimum length."""
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]
         row = row_of(logits_ptr, r, vocab_size)
@@ -193,7 +197,7 @@ def apply_grammar_bitmask(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, logits_indices_ptr, cu_num_logits_ptr, bitmask_ptr, bitmask_stride, vocab_size,
     MASK_STRIDE, BLOCK_SIZE,
 ):  # fmt: skip
-    """Rules out the tokens whose bit is 0. Skips masks of draft positions that were trimmed."""
+    """Rules out the tokens whose bit in a grammar's mask is 0. Skips masks of draft positions that were cut off."""
     allowed_V = _flags(vocab_size)
     for m in range(len(logits_indices_ptr)):
         request, position = divmod(np.int64(logits_indices_ptr[m]), np.int64(MASK_STRIDE))
@@ -235,7 +239,7 @@ def top_k_top_p(
     TOPP_ENABLED: bool,
     SPLIT_COVERS_PONLY: bool,
 ) -> None:
-    """Writes -inf to the tokens that top-k and top-p leave out. Uses vLLM's own sort. Rows do not affect each other."""
+    """Rules out the tokens that top-k and top-p leave out, by vLLM's own sort. Rows do not affect each other."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     top_k, top_p = (K if TOPK_ENABLED else None), (P if TOPP_ENABLED else None)
@@ -251,7 +255,10 @@ _FORCED = F32(1e9)
 
 @njit(cache=True)
 def _is_at(marker_M, place, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """Returns whether the marker is at a place of the text: `num_tokens` of `tokens_T`, then the drafts."""
+    """Returns whether a marker begins at index `place` of a text.
+
+    The text is the first `num_tokens` of `tokens_T`, followed by drafts.
+    """
     for i in range(len(marker_M)):
         at = place + i
         if marker_M[i] != (tokens_T[at] if at < num_tokens else drafts_P[at - num_tokens]):
@@ -261,7 +268,7 @@ def _is_at(marker_M, place, tokens_T, num_tokens, drafts_P):  # type: ignore[no-
 
 @njit(cache=True)
 def _last_place(marker_M, start, stop, tokens_T, num_tokens, drafts_P, otherwise):  # type: ignore[no-untyped-def]
-    """Returns the last place in [start, stop) at which the whole marker is in the text, or `otherwise`."""
+    """Returns the last index in [start, stop) at which the whole marker is in the text, or `otherwise` if there is none."""
     stop = min(stop, num_tokens + len(drafts_P) - len(marker_M) + 1)
     for place in range(stop - 1, start - 1, -1):
         if _is_at(marker_M, place, tokens_T, num_tokens, drafts_P):
@@ -275,7 +282,10 @@ def update_committed_marker_cache(  # type: ignore[no-untyped-def]
     cached_last_start_ptr, cached_last_end_ptr, cached_scan_pos_ptr, reasoning_start_token_ids_ptr,
     natural_reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN, MAX_LEN, BLOCK,
 ):  # fmt: skip
-    """Updates the last places of both markers in the committed text. A new text is searched block by block from its end."""
+    """Updates where in the committed text the markers of the start and of the end of reasoning come last.
+
+    A new text is searched block by block from its end.
+    """
     for request in req_ids_ptr:
         if thinking_token_budget_ptr[request] < 0:
             continue
@@ -299,7 +309,7 @@ def update_committed_marker_cache(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _num_forced(end_M, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """Returns how many tokens of the forced end, but not all, the text ends with."""
+    """Returns with how many tokens of the forced end marker the text ends, if it does not end with all of them."""
     length = num_tokens + len(drafts_P)
     for num in range(min(len(end_M) - 1, length), 0, -1):
         if _is_at(end_M[:num], length - num, tokens_T, num_tokens, drafts_P):
@@ -314,7 +324,10 @@ def thinking_budget(  # type: ignore[no-untyped-def]
     cached_last_end_ptr, reasoning_start_token_ids_ptr, natural_reasoning_end_token_ids_ptr,
     reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN, END_LEN,
 ):  # fmt: skip
-    """Forces the next token of the end if the text, including drafts before the row, has used its reasoning budget."""
+    """Forces the next token of the end marker in rows whose text has used its reasoning budget.
+
+    Drafts before a row are part of the text.
+    """
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]
         budget, total = thinking_token_budget_ptr[request], total_len_ptr[request]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for kernels that run after sampling: log-probabilities of chosen tokens and their ranks (`sample/logprob.py`,
-`sample/prompt_logprob.py`), replay of a trace, and the set of tokens that could have been sampled.
+"""Bodies for kernels that run after sampling.
 
-A row's exponentials are summed in a fixed number of lanes, then the lanes are added in halves, in float32. So the bits of a
-sum do not depend on the CPU or on other rows.
+They compute the log-probs of chosen tokens and their ranks (`sample/logprob.py`, `sample/prompt_logprob.py`), replay a trace,
+and find the set of tokens that could have been sampled.
+
+The exponentials of a row are added up in a fixed number of partial sums in float32. These are then added by halving their
+number repeatedly. So the bits of the sum do not depend on the CPU or on other rows.
 
 Shapes: R rows, V vocabulary, N tokens of a block.
 """
@@ -24,7 +26,7 @@ from lab.vllm_on_cpu.kernels.floats import (
 from lab.vllm_on_cpu.kernels.kernel_launch import numba_body
 
 _NUM_LANES = 1024
-"""Partial sums of a row, a power of two."""
+"""Number of partial sums of a row, which is a power of two."""
 
 
 @njit(cache=True, error_model="numpy")
@@ -66,7 +68,7 @@ def log_sum_exp(logits_V, values_N, sums_N):  # type: ignore[no-untyped-def]
 def topk_log_softmax(  # type: ignore[no-untyped-def]
     output_ptr, logits_ptr, logits_stride, topk_ids_ptr, topk_ids_stride, topk, vocab_size, BLOCK_SIZE, TOPK_BLOCK_SIZE
 ):
-    """Computes the log-probabilities of the `topk` token ids of each row."""
+    """Computes the log-probs of the `topk` token ids of each row."""
     values_N, sums_N = np.empty(_NUM_LANES, np.float32), np.empty(_NUM_LANES, np.float32)
     for r in range(logits_ptr.shape[0]):
         row = row_of(logits_ptr, r, vocab_size)
@@ -85,7 +87,7 @@ def _num_at_least(logits_V, value):  # type: ignore[no-untyped-def]
 
 @numba_body("worker.gpu.sample.logprob._ranks_kernel", error_model="numpy")
 def ranks(output_ptr, logits_ptr, logits_stride, token_ids_ptr, vocab_size, BLOCK_SIZE):  # type: ignore[no-untyped-def]
-    """Counts the logits of a row that are at least as large as the logit of the row's token, itself included."""
+    """Writes the rank of each row's token, which is the number of logits that are at least as large as its own."""
     for r in range(logits_ptr.shape[0]):
         row = row_of(logits_ptr, r, vocab_size)
         output_ptr[r] = _num_at_least(row, value_of(row[token_ids_ptr[r]]))
@@ -97,7 +99,10 @@ def fill_logprob_token_ids(  # type: ignore[no-untyped-def]
     topk_indices_ptr, topk_indices_stride, expanded_idx_mapping_ptr, num_per_req_token_ids_ptr, per_req_token_ids_ptr,
     per_req_token_ids_stride, NUM_TOPK, PADDED_COLS,
 ):  # fmt: skip
-    """Writes the token ids whose log-probabilities a row returns: the sampled one, then the requested ones or the top k."""
+    """Writes the token ids whose log-probs a row returns.
+
+    The sampled token comes first. Then come the tokens that the request has named, or else the top k.
+    """
     for r in range(out_token_ids_ptr.shape[0]):
         out_token_ids_ptr[r, 0] = sampled_token_ids_ptr[r]
         out_valid_mask_ptr[r, 0] = True
@@ -114,7 +119,7 @@ def prompt_logprobs_token_ids(  # type: ignore[no-untyped-def]
     prompt_logprobs_token_ids_ptr, query_start_loc_ptr, idx_mapping_ptr, num_computed_tokens_ptr, all_token_ids_ptr,
     all_token_ids_stride, BLOCK_SIZE,
 ):  # fmt: skip
-    """Writes the token that follows each prompt token of the step."""
+    """Writes for each prompt token of the engine step the token that follows it."""
     for b in range(len(idx_mapping_ptr)):
         request = idx_mapping_ptr[b]
         start, end = query_start_loc_ptr[b], query_start_loc_ptr[b + 1]
@@ -142,7 +147,10 @@ def trace_replay(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _compact(logits_V, vocab_size, token_ids_K, max_num_kept, packed_mask_W):  # type: ignore[no-untyped-def]
-    """Writes the first ids with a finite logit, and a bit for each such id. Returns their number."""
+    """Writes the ids of tokens with a finite logit, up to `max_num_kept` of them, and a bit for each such token.
+
+    Returns the number of these tokens.
+    """
     count = 0
     packed_mask_W[: (vocab_size + 7) // 8] = 0
     for v in range(vocab_size):

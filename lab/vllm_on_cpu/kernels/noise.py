@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's sampling noise for numba: murmur3 of (seed, position, token id), and uniform and Gumbel numbers from it.
+"""vLLM's sampling noise in numba functions.
 
-The integers and the uniform number have the same bits as vLLM's Triton functions (`v1/worker/gpu/sample/gumbel.py`). The
-Gumbel number differs from vLLM's by the rounding of two logarithms. Murmur3: Appleby 2011, public domain. Before 0.31 vLLM has
-Philox in its place (Salmon et al. 2011), for which bodies of our own kernels have the functions at the end.
+It consists of uniform and Gumbel numbers from a hash of seed, position and token id. The hash is murmur3 (Appleby 2011, public
+domain). Its integers and the uniform numbers have the same bits as in vLLM's Triton functions
+(`v1/worker/gpu/sample/gumbel.py`). Gumbel numbers differ from vLLM's by the rounding of two logarithms. Before 0.31 vLLM has
+Philox in place of murmur3 (Salmon et al. 2011). The functions at the end are for bodies of our own kernels with Philox.
 
-Integer arithmetic uses ufuncs: numba widens uint32 operators to 64 bits, which makes multiplications three times slower.
+Integers are combined by ufuncs. Numba would widen the operands of uint32 operators to 64 bits, which makes multiplications
+three times slower.
 """
 
 import numpy as np
@@ -14,7 +16,7 @@ from numba import njit
 from lab.vllm_on_cpu.kernels.floats import F32, I32, U32, log
 
 DRAFT_SALT = 1 << 30
-"""Offset of the position in a draft's noise if the draft must not share the noise of the target."""
+"""Number that is added to the position for the noise of a draft, if the draft must not share the noise of the target model."""
 
 _KEY_1, _KEY_2, _STATE = U32(0xCC9E2D51), U32(0x1B873593), U32(0xE6546B64)
 _FINAL_1, _FINAL_2 = U32(0x85EBCA6B), U32(0xC2B2AE35)
@@ -55,7 +57,7 @@ def row_state(seed, position):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def token_bits(state, token):  # type: ignore[no-untyped-def]
-    """Returns 32 random bits for a uint32 token id, different for every token of a row."""
+    """Returns 32 random bits for a uint32 token id, from the state of its row. They are different for every token of a row."""
     h = np.bitwise_xor(_mixed(state, token), _NUM_BYTES)
     h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(16))), _FINAL_1)
     h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(13))), _FINAL_2)
@@ -72,7 +74,10 @@ def uniform_of(bits):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def gumbel_of(uniform):  # type: ignore[no-untyped-def]
-    """Returns -log(-log(1 - uniform)) in float32. It is largest for small `uniform`, and a series below 1/4 as in vLLM."""
+    """Returns -log(-log(1 - uniform)) in float32, which is largest for small `uniform`.
+
+    Below 1/4 the inner logarithm is a series, as in vLLM.
+    """
     series = _5TH + uniform * (_6TH + uniform * (_7TH + uniform * _8TH))
     series = F32(1) + uniform * (_2ND + uniform * (_3RD + uniform * (_4TH + uniform * series)))
     rest = F32(1) - uniform
@@ -85,8 +90,8 @@ def gumbel_of(uniform):  # type: ignore[no-untyped-def]
 def gumbel_bound(bits):  # type: ignore[no-untyped-def]
     """Returns a float32 bound that `gumbel_of(uniform_of(bits))` never exceeds, at a third of its cost.
 
-    -log(1 - u) >= u, so the noise is at most -log(u). And log2(2^n (1 + f)) >= n + f, which is the bits of a float. The bound
-    is at most 0.6 above the noise, in a tail.
+    For a uniform number u the noise is at most -log(u), because -log(1 - u) >= u. The bound uses that log2(2^n (1 + f)) >= n +
+    f, and that the bits of a float are n + f up to a scale. The bound is close to the noise where the noise is large.
     """
     as_float = np.float32(F32(bits) + F32(0.5)).view(np.int32)
     return F32(I32(I32(0x4F800000) - as_float)) * F32(0.693148 / 2**23) + F32(1e-5)
@@ -106,7 +111,10 @@ def gumbel(seed, position, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def gumbel64(seed, position, token):  # type: ignore[no-untyped-def]
-    """Returns the float64 noise of `use_fp64_gumbel`: -log(-log(u)), with u from the upper 53 of 64 bits."""
+    """Returns the float64 noise of vLLM's option `use_fp64_gumbel`.
+
+    It is -log(-log(u)), where u has the upper 53 of 64 random bits.
+    """
     seed, position = np.int64(seed), np.int64(position)
     low = token_bits(_state_of(U32(0), seed, position), U32(token))
     high = token_bits(_state_of(_SECOND_DOMAIN, seed, position), U32(token))
@@ -125,7 +133,7 @@ def _product(a, b):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _philox(key_0, key_1, counter_0, counter_1):  # type: ignore[no-untyped-def]
-    """Returns the first word of Philox-4x32-10."""
+    """Returns the first word of Philox-4x32-10 for a key and a counter."""
     w0, w1, w2, w3 = counter_0, counter_1, U32(0), U32(0)
     for _ in range(10):
         high_0, low_0 = _product(_PHILOX_0, w0)

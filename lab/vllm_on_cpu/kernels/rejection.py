@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's own rejection sampler: the ratio test (Leviathan et al. 2023) and block verification (Sun
-et al. 2024).
+"""Bodies for the kernels of vLLM's own rejection sampler.
 
-Our verification launches only the first two. The others serve comparisons with vLLM's speculation.
+It has the ratio test (Leviathan et al. 2023) and block verification (Sun et al. 2024). Our own verification launches only the
+first two kernels. The others serve comparisons with vLLM's speculation.
 
-A request has a row of logits for each draft and one for the token after the last draft. Row r judges draft r + 1. The
-statistics of a row come in blocks of the vocabulary.
+A request has a row of logits for each draft, and one for the token after the last draft. Row r judges draft r + 1. The
+statistics of a row are given for blocks of the vocabulary.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ def gather_draft_sampled(  # type: ignore[no-untyped-def]
     draft_sampled_ptr, pos_ptr, input_ids_ptr, positions_ptr, logits_indices_ptr, expanded_idx_mapping_ptr,
     expanded_local_pos_ptr, prefill_len_ptr, num_logits, BLOCK_SIZE,
 ):  # fmt: skip
-    """Gathers the drafts. Writes -1 for the placeholder draft of a request that has not sampled yet."""
+    """Writes the draft token of each row. The placeholder of a request that has not sampled yet becomes -1."""
     for row in range(num_logits):
         index, local = logits_indices_ptr[row], expanded_local_pos_ptr[row]
         position = positions_ptr[index]
@@ -46,7 +46,10 @@ def gather_draft_sampled(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def philox_uniform(seed, position):  # type: ignore[no-untyped-def]
-    """Returns Triton's `tl.rand` of an int64 seed and position: Philox 4x32-10 (Salmon et al. 2011), never zero."""
+    """Returns Triton's `tl.rand` for an int64 seed and position, which is never zero.
+
+    It is Philox 4x32-10 (Salmon et al. 2011).
+    """
     key_0, key_1 = U32(seed & 0xFFFFFFFF), U32((seed >> 32) & 0xFFFFFFFF)
     c0, c1, c2, c3 = U32(position & 0xFFFFFFFF), U32((position >> 32) & 0xFFFFFFFF), U32(0), U32(0)
     for _ in range(10):
@@ -87,7 +90,10 @@ def compute_local_logits_stats(  # type: ignore[no-untyped-def]
 def _residual_mass(  # type: ignore[no-untyped-def]
     joint_ratio, residual_mass_RB, target_logits, target_max_RB, target_sumexp_RB, token, row
 ):
-    """Returns the mass of a row's target distribution, scaled by the joint ratio, above the draft's (Sun et al. 2024)."""
+    """Returns the sum of max(r p(x) - q(x), 0) over the tokens x of a row (Sun et al. 2024).
+
+    r is the joint ratio, p(x) the target model's probability of a token, and q(x) the draft model's.
+    """
     if residual_mass_RB is not None:
         return residual_mass_RB[row].sum()
     log_p, _ = log_prob(target_logits[row], token, F32(1), target_max_RB[row], target_sumexp_RB[row])
@@ -104,7 +110,10 @@ def reject(  # type: ignore[no-untyped-def]
     synthetic_conditional_rates_ptr, cumulative_log_p_ptr, local_residual_mass_ptr, local_residual_mass_stride,
     vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS, HAS_DRAFT_LOGITS, SYNTHETIC_MODE, USE_BLOCK_VERIFICATION,
 ):  # fmt: skip
-    """Counts the accepted drafts and writes them. Writes the target's arg-max where a greedy request rejects."""
+    """Writes the accepted drafts of each request and their number.
+
+    Where a greedy request rejects a draft, the target model's arg-max is written.
+    """
     for b in range(len(idx_mapping_ptr)):
         slot, start = idx_mapping_ptr[b], cu_num_logits_ptr[b]
         num_drafts, temperature = cu_num_logits_ptr[b + 1] - start - 1, F32(temp_ptr[slot])
@@ -168,7 +177,10 @@ def compute_cumulative_log_p(  # type: ignore[no-untyped-def]
     draft_local_sumexp_stride, cu_num_logits_ptr, idx_mapping_ptr, temp_ptr, vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS,
     HAS_DRAFT_LOGITS,
 ):  # fmt: skip
-    """Computes log p_i. p_i is the running product of the drafts' probability ratios, capped at 1 after each draft."""
+    """Computes log p_i for each draft i.
+
+    p_i is the running product of the drafts' probability ratios, capped at 1 after each draft.
+    """
     for b in range(len(idx_mapping_ptr)):
         slot, start = idx_mapping_ptr[b], cu_num_logits_ptr[b]
         if temp_ptr[slot] == 0:
@@ -199,7 +211,7 @@ def compute_local_residual_mass(  # type: ignore[no-untyped-def]
     expanded_local_pos_ptr, temp_ptr, vocab_size, num_speculative_steps, vocab_num_blocks, BLOCK_SIZE,
     PADDED_VOCAB_NUM_BLOCKS,
 ):  # fmt: skip
-    """Sums max(p_i p(x) - q(x), 0) over each block, for every draft except a request's first."""
+    """Sums max(p_i p(x) - q(x), 0) over the tokens x of each block, for every draft except a request's first."""
     for row in range(len(expanded_idx_mapping_ptr) - 1):
         step, slot = expanded_local_pos_ptr[row], expanded_idx_mapping_ptr[row]
         if step == 0 or step >= num_speculative_steps or draft_sampled_ptr[row + 1] < 0 or temp_ptr[slot] == 0:
@@ -220,7 +232,10 @@ def compute_local_residual_mass(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _residual(target_V, target_sum, draft_V, draft_sum, temperature, scores_V):  # type: ignore[no-untyped-def]
-    """Writes log(max(p - q, 0)) as log p + log(1 - q / p)."""
+    """Writes log(max(p - q, 0)) of each token, as log p + log(1 - q / p).
+
+    p is the target model's probability of the token, and q the draft model's.
+    """
     for v in range(len(scores_V)):
         log_p = value_of(target_V[v]) - target_sum
         rest = F32(1) - exp_of_negative(value_of(draft_V[v]) / temperature - draft_sum - log_p)
@@ -249,7 +264,10 @@ def resample(  # type: ignore[no-untyped-def]
     watermarking_ptr, watermarking_skip_mask_ptr, watermark_key_0, watermark_key_1, vocab_size, BLOCK_SIZE,
     HAS_DRAFT_LOGITS, USE_FP64, USE_BLOCK_VERIFICATION, CONTEXT_WIDTH, WATERMARK, DEDUPLICATE_CONTEXTS,
 ):  # fmt: skip
-    """Samples by Gumbel-max with the target's noise. Raises NotImplementedError if watermarks are asked for."""
+    """Samples the token after the accepted drafts by Gumbel-max, with the target model's noise.
+
+    Raises NotImplementedError if watermarks are asked for.
+    """
     if WATERMARK:
         raise NotImplementedError("watermarks have no body for a CPU")
     scores_V = np.empty(vocab_size, resampled_local_max_ptr.dtype)

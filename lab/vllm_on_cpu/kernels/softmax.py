@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax statistics of a row of logits in blocks: the largest logit, and the sum of exponentials relative to it."""
+"""Softmax statistics of blocks of a row of logits, which are the largest logit and the sum of exponentials relative to it."""
 
 import numpy as np
 from numba import njit
@@ -30,7 +30,7 @@ def _max_and_sumexp(logits_V, first, end, temperature):  # type: ignore[no-untyp
 
 @njit(cache=True)
 def block_stats(logits_V, temperature, block_size, max_B, sumexp_B):  # type: ignore[no-untyped-def]
-    """Writes the statistics of a contiguous row's blocks after division by the temperature."""
+    """Writes the largest logit and the sum of exponentials of each block of a row, after division by the temperature."""
     for block in range((len(logits_V) + block_size - 1) // block_size):
         end = min((block + 1) * block_size, len(logits_V))
         max_B[block], sumexp_B[block] = _max_and_sumexp(logits_V, block * block_size, end, F32(temperature))
@@ -38,7 +38,7 @@ def block_stats(logits_V, temperature, block_size, max_B, sumexp_B):  # type: ig
 
 @njit(cache=True, error_model="numpy")
 def logsumexp(max_B, sumexp_B):  # type: ignore[no-untyped-def]
-    """Returns the logarithm of the sum of a row's exponentials from the statistics of its blocks."""
+    """Returns the logarithm of the sum of a row's exponentials, from the statistics of its blocks."""
     largest = max_B.max()
     total = F32(0)
     for block in range(len(max_B)):
@@ -48,14 +48,14 @@ def logsumexp(max_B, sumexp_B):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def log_prob(logits_V, token, temperature, max_B, sumexp_B):  # type: ignore[no-untyped-def]
-    """Returns a token's log-probability, and the `logsumexp` of its row."""
+    """Returns a token's log-prob and the `logsumexp` of its row, from the statistics of the row's blocks."""
     log_sum = logsumexp(max_B, sumexp_B)
     return value_of(logits_V[token]) / F32(temperature) - log_sum, log_sum
 
 
 @njit(cache=True)
 def block_argmax(values_V, block_size, argmax_B, max_B):  # type: ignore[no-untyped-def]
-    """Writes each block's largest value and its index. Takes the first of equals."""
+    """Writes each block's largest value and its index. Of equal values the first one wins."""
     for block in range((len(values_V) + block_size - 1) // block_size):
         best = block * block_size
         for v in range(best, min((block + 1) * block_size, len(values_V))):
@@ -66,7 +66,7 @@ def block_argmax(values_V, block_size, argmax_B, max_B):  # type: ignore[no-unty
 
 @njit(cache=True)
 def argmax_of_blocks(argmax_B, max_B):  # type: ignore[no-untyped-def]
-    """Returns the token of the largest block maximum, and the first of equals. NaN counts as -inf."""
+    """Returns the token of the block with the largest maximum, or of the first such block. NaN counts as -inf."""
     best = 0
     for block in range(len(max_B)):
         if max_B[block] > max_B[best] or np.isnan(max_B[best]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of hybrid policies: fresh KV blocks, and the accepted tokens of each request's recurrent state."""
+"""Bodies for the kernels of hybrid policies, which clear new KV cache blocks and look after the requests' recurrent states."""
 
 import numpy as np
 from numba import carray, njit
@@ -11,7 +11,7 @@ from lab.vllm_on_cpu.kernels.kernel_launch import int32_array, numba_body, void_
 def zero_kv_blocks(  # type: ignore[no-untyped-def]
     seg_addrs_ptr, seg_block_strides_ptr, seg_page_sizes_ptr, block_ids_ptr, BLOCK_SIZE
 ):
-    """Zeroes the blocks in all segments. Strides and sizes count 32-bit elements."""
+    """Zeroes the given KV cache blocks in all segments of memory. Strides and sizes count 32-bit elements."""
     for segment in range(len(seg_addrs_ptr)):
         for block in block_ids_ptr:
             offset = np.uint64(4 * block * seg_block_strides_ptr[segment])
@@ -37,7 +37,10 @@ def advance_state_columns(  # type: ignore[no-untyped-def]
     idx_mapping_ptr, state_idx_ptr, num_computed_tokens_ptr, query_start_loc_ptr, num_accepted_tokens_ptr, src_col_ptr,
     src_off_ptr, num_reqs, BLOCK_SIZE, MAMBA_BLOCK_SIZE,
 ):  # fmt: skip
-    """Moves each request on to the block that its last row falls into. A state that moves is read from its beginning."""
+    """Sets the block of each request's recurrent state to the one into which its last row falls.
+
+    If this is another block than before, the next read of the state begins at its first row.
+    """
     for b in range(num_reqs):
         slot = idx_mapping_ptr[b]
         column = src_col_ptr[slot] = state_idx_ptr[slot]
@@ -63,7 +66,10 @@ def _copy_states(  # type: ignore[no-untyped-def]
     widths,
     groups,
 ):
-    """Copies all states of a request between columns of its block table, without the first `bias` rows of a window."""
+    """Copies all states of a request from one column of its block table to another.
+
+    Of a convolution's window, the first `bias` rows are left out.
+    """
     for i in range(len(bases)):
         table = int32_array(block_table_ptrs[groups[i]] + 4 * slot * stride, stride)
         row_bytes = inner_sizes[i] * element_sizes[i]
@@ -82,7 +88,7 @@ def copy_states_to_new_blocks(  # type: ignore[no-untyped-def]
     state_dim_row_count_ptr, state_dim_row_stride_ptr, idx_mapping_ptr, num_reqs, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
     HAS_IDX_MAPPING, TEMPORAL_TILES,
 ):  # fmt: skip
-    """Copies the states of requests that enter a new block. Windows must have their channels last."""
+    """Copies the states of requests that enter a new block. Convolution windows must have their channels last."""
     for b in range(num_reqs):
         slot = idx_mapping_ptr[b]
         source, target = src_col_ptr[slot], mamba_state_idx_ptr[slot]
@@ -102,7 +108,7 @@ def keep_aligned_states(  # type: ignore[no-untyped-def]
     state_dim_row_stride_ptr, num_accepted_tokens_out_ptr, idx_mapping_ptr, num_reqs, block_size, COPY_BLOCK_SIZE,
     CONV_STATE_DIM_FIRST, HAS_IDX_MAPPING, PRECOMPUTED_NEW_COMPUTED, TEMPORAL_TILES,
 ):  # fmt: skip
-    """Copies the state at the end of a block that accepted drafts have filled, so that later requests can begin there."""
+    """Copies the state at the end of a block that accepted drafts have filled, so that later requests can begin from it."""
     for b in range(num_reqs):
         slot = idx_mapping_ptr[b]
         if slot < 0:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU bodies of the product's own Triton kernels. Each module has the functions of one module of kernels."""
+"""CPU functions in place of the Triton kernels of the product (`nemo_specrollout`). They are called bodies.
+
+Each module has the functions of one module of kernels.
+"""
 
 from nemo_specrollout.sampling.platforms import KernelModule, Platform, register_platform
 
@@ -13,7 +16,7 @@ _BODIES = {
     KernelModule.EQUALITY: "equality",
 }
 PLATFORM = Platform(_WORKER, {ours: f"{__name__}.{body}" for ours, body in _BODIES.items()})
-"""The worker class and the kernels that engines on a CPU run."""
+"""vLLM's worker class for engines on a CPU, and the kernels that they run."""
 
 
 def register() -> None:

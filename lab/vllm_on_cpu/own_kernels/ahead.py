@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `ahead` on a CPU. `drafters/ahead.py` says what it computes.
+"""The kernel of the drafter `ahead` on a CPU. `drafters/ahead.py` says what it computes.
 
-`t` are the drafter's tables. Shapes: as in `drafters/ahead.py`.
+In all functions, `t` are the drafter's tables. Shapes: as in `drafters/ahead.py`.
 """
 
 from numba import njit
@@ -13,14 +13,17 @@ from nemo_specrollout.drafters.base import NUM_LEVELS
 
 @njit(cache=True, nogil=True)
 def _read(t, slot, path, place):  # type: ignore[no-untyped-def]
-    """Returns the token of a path at a place of the request, or -1 where its text has none."""
+    """Returns the token that a path has at index `place` of the request's text, or -1 if the path has none there."""
     is_known = t.begin_SP[slot, path] <= place < t.end_SP[slot, path]
     return t.tokens_SPL[slot, path, place] if is_known else -1
 
 
 @njit(cache=True, nogil=True)
 def _run(t, slot, path, shift, text_L):  # type: ignore[no-untyped-def]
-    """Returns how many of the latest tokens, counted backwards from the last, a path also has at a distance of `shift`."""
+    """Returns how many of the text's latest tokens in a row, from the last one backwards, a path has too.
+
+    A token of the text is compared with the path's token `shift` places later.
+    """
     length = len(text_L)
     for w in range(min(WINDOW, length)):
         if _read(t, slot, path, length - 1 - w + shift) != text_L[length - 1 - w]:
@@ -30,7 +33,7 @@ def _run(t, slot, path, shift, text_L):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _agreeing(t, slot, path, shift, text_L):  # type: ignore[no-untyped-def]
-    """Returns how many of the latest tokens a path also has."""
+    """Returns how many of the text's latest `WINDOW` tokens a path has too, `shift` places later."""
     length = len(text_L)
     total = 0
     for place in range(max(0, length - WINDOW), length):

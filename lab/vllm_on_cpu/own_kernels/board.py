@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of the draft board on a CPU. `drafters/board.py` says what they compute.
 
-`t` are the board's tables. Shapes: as in `drafters/board.py`; L = NUM_LEVELS.
+In all functions, `t` are the board's tables. Shapes: as in `drafters/board.py`, and L = NUM_LEVELS.
 
-A step's additions to a table that all requests share are summed separately, and added at the end. So no request reads what
-another request of its step has learned, and the order of the requests does not matter. On a GPU they run at the same time.
+What an engine step adds to a table of all requests is summed separately, and added at the end. So no request reads what
+another request of the same step has learned, and the order of the requests does not matter. Results are then the same as on a
+GPU, where all requests are computed at the same time.
 """
 
 import numpy as np
@@ -21,7 +22,10 @@ PRIOR_STRENGTH = F32(base.PRIOR_STRENGTH)
 
 @njit(cache=True, nogil=True)
 def _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_alone_2):  # type: ignore[no-untyped-def]
-    """Scales hits and trials down to the evidence window, then adds the step's. Evidence without trials keeps its counts."""
+    """Scales old hits and trials down to the evidence window, and then adds those of the engine step.
+
+    Evidence with fewer trials than the window keeps its counts.
+    """
     window = F32(base.EVIDENCE_WINDOW)
     for d in range(t.evidence_DE2.shape[0]):
         for e in range(t.evidence_DE2.shape[1]):
@@ -36,20 +40,23 @@ def _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_al
 
 @njit(cache=True, nogil=True)
 def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
-    """Returns a request's hits divided by the hits that its evidence predicted, with a prior of 1."""
+    """Returns a request's hits divided by the hits that the evidence of its drafts predicted, with a prior of 1."""
     return (factor_2[0] + PRIOR_STRENGTH) / (factor_2[1] + PRIOR_STRENGTH)
 
 
 @njit(cache=True, nogil=True)
 def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
-    """Returns the factor for new drafts: the raw factor, weighted by the quality of earlier predictions from factors."""
+    """Returns the factor by which the acceptance rates of a request's new drafts are multiplied.
+
+    It is between 1 and the raw factor. The better such factors have predicted hits so far, the closer it is to the raw factor.
+    """
     weight = min(max((weight_2[0] + F32(1)) / (weight_2[1] + F32(1)), F32(0)), F32(1))
     return F32(1) + weight * (_raw_factor(factor_2) - F32(1))
 
 
 @njit(cache=True, nogil=True)
 def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[no-untyped-def]
-    """Adds the drafts that the step verified, and those that it accepted, to all counts."""
+    """Adds a request's drafts that the engine step has verified, and those that it has accepted, to all counts."""
     d = t.chosen_S[slot]
     if not t.is_early_S[slot]:
         t.verified_DK2[d, :num_verified, 0] += 1
@@ -62,7 +69,10 @@ def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[
 
 @njit(cache=True, nogil=True)
 def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_weight_D2):  # type: ignore[no-untyped-def]
-    """Compares a request's open proposals with its text, each up to its first miss or the end of the text."""
+    """Compares all drafters' open proposals for a request with its text.
+
+    A proposal is compared up to its first miss, or up to the end of the text so far.
+    """
     # Fields are read once into local names, because numba counts references at each access to a field.
     length_D, base_D, checked_D, factor_D2 = t.length_SD[slot], t.base_SD[slot], t.checked_SD[slot], t.factor_SD2[slot]
     tokens_DK, evidence_DK = t.tokens_SDK[slot], t.evidence_SDK[slot]
@@ -119,7 +129,10 @@ def observe(texts, num_sampled_B, num_rejected_B, t, step):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def _relate(tokens_DK, count_D, reference, relation_DK):  # type: ignore[no-untyped-def]
-    """Writes the relation of each token to the proposal of the other side (`NUM_RELATIONS`). One side is the reference."""
+    """Writes how each draft token relates to the proposal of the other side (`NUM_RELATIONS`).
+
+    One side is the drafter `reference`, and the other side is all other drafters.
+    """
     relation_DK[:] = 0
     if reference < 0:
         return
@@ -136,13 +149,13 @@ def _relate(tokens_DK, count_D, reference, relation_DK):  # type: ignore[no-unty
 
 @njit(cache=True, nogil=True)
 def _worth(survival, price):  # type: ignore[no-untyped-def]
-    """Returns the worth of a draft token, in tokens."""
+    """Returns what it is worth to verify a draft token, in tokens. `price` is the cost of its row, in tokens."""
     return max(survival - price, survival * F32(base.MIN_WORTH_SHARE))
 
 
 @njit(cache=True, nogil=True)
 def _rate(rates_DE, evidence_DK, count_D, factor_D, price, rate_DK, worth_D):  # type: ignore[no-untyped-def]
-    """Writes the rates of all draft tokens, and the worth of each proposal."""
+    """Writes the expected acceptance rate of each draft token, and the worth of each drafter's proposal."""
     worth_D[:] = 0
     for d in range(len(count_D)):
         survival = F32(1)
@@ -154,14 +167,17 @@ def _rate(rates_DE, evidence_DK, count_D, factor_D, price, rate_DK, worth_D):  #
 
 @njit(cache=True, nogil=True)
 def _best(worth_D, count_D):  # type: ignore[no-untyped-def]
-    """Returns the drafter of the highest worth, and the number of its draft tokens, or 0 if none is worth anything."""
+    """Returns the drafter whose proposal is worth most, and the number of its draft tokens, or 0 if none is worth anything."""
     best = worth_D.argmax()
     return best, count_D[best] if worth_D[best] > 0 else 0
 
 
 @njit(cache=True, nogil=True)
 def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
-    """Counts draft tokens of these rates, by survival, in a row of `spread_FQ`."""
+    """Counts the draft tokens of a proposal by their survival, in a row of `spread_FQ`.
+
+    `rate_K` are their acceptance rates.
+    """
     calibration = (calibration_2[0] + PRIOR_STRENGTH) / (calibration_2[1] + PRIOR_STRENGTH)
     survival = F32(1)
     for rate in rate_K:
@@ -171,10 +187,11 @@ def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # type: ignore[no-untyped-def]
-    """Counts in rows of `spread_FQ` what would be submitted at each depth, given that the model has drafted `depth` tokens.
+    """Counts by survival which draft tokens would be submitted for each depth of the model's drafting, in rows of `spread_FQ`.
 
-    `worth_D` are the worths of the other drafters, and `most` is the largest number of draft tokens. Depths of up to
-    2 * depth + 1 are foreseen. A token that was not drafted counts with the rate of the last one that was.
+    The model has drafted `depth` tokens, and depths of up to 2 * depth + 1 are counted. A token that was not drafted gets the
+    acceptance rate of the last token that was. `worth_D` are the worths of the other drafters' proposals, and `most` is the
+    most draft tokens that may be submitted.
     """
     other, other_count = _best(worth_D, count_D)
     worth, survival = F32(0), F32(1)
@@ -191,7 +208,10 @@ def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # t
 
 @njit(cache=True, nogil=True)
 def _write_rates(rates_K, rate_K, price, mean_price):  # type: ignore[no-untyped-def]
-    """Writes the rates of submitted tokens, the first one multiplied by how cheap a row of the request is."""
+    """Writes the acceptance rates of submitted draft tokens.
+
+    The first is multiplied by the mean price of a row divided by the price of this request's rows.
+    """
     rates_K[: len(rate_K)] = rate_K
     if min(price, mean_price) > F32(base.LEAST_PRICE):
         rates_K[0] *= mean_price / price

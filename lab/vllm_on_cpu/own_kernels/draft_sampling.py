@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of draft tokens with the target's noise on a CPU (`generation/drafting/draft_sampling.py`).
+"""The kernels that sample draft tokens with the target model's noise, on a CPU (`generation/drafting/draft_sampling.py`).
 
 Shapes: R rows of logits, V vocabulary of the drafter, N tokens of a block, S request slots, K draft positions.
 """
@@ -24,7 +24,7 @@ from nemo_specrollout.drafters.base import SCORE_GAP_EDGES
 from nemo_specrollout.generation.engine.compat import HAS_MURMUR_NOISE
 
 _BLOCK = 1024
-"""Tokens of a row that are scored at a time."""
+"""Number of tokens of a row that are scored at a time."""
 _EDGES = np.array(SCORE_GAP_EDGES, np.float32)
 
 
@@ -47,15 +47,15 @@ def _scan(state, ids_N, is_noisy, is_murmur, scores_N, bounds_N, best, second, t
 
 @njit(cache=True, error_model="numpy")
 def _bound(state, token, is_murmur):  # type: ignore[no-untyped-def]
-    """Returns a bound on a token's noise, which is cheaper than the noise where vLLM has murmur3."""
+    """Returns an upper bound on a token's noise. With murmur3 it is cheaper to compute than the noise."""
     return gumbel_bound(token_bits(state, token)) if is_murmur else philox_gumbel(state, token)
 
 
 @njit(cache=True, error_model="numpy")
 def best_two(logits_V, divisor, is_noisy, state, is_murmur, token_ids_V, scores_N, bounds_N, ids_N):  # type: ignore[no-untyped-def]
-    """Returns the best token of a row, its score gap, and the second-best token.
+    """Returns the best token of a row, its score gap in nats, and the second-best token.
 
-    A bound on the noise rules out most tokens cheaply.
+    An upper bound on the noise rules out most tokens cheaply.
     """
     best, second, token, runner_up = LOWEST_KEY, LOWEST_KEY, np.int64(0), np.int64(0)
     for first in range(0, len(logits_V), len(scores_N)):
@@ -81,7 +81,7 @@ def best_two(logits_V, divisor, is_noisy, state, is_murmur, token_ids_V, scores_
 
 
 def sample_rows(*arguments: Any) -> None:
-    """Implements `draft_sampling_triton.sample_rows`."""
+    """Implements `draft_sampling_triton.sample_rows` on a CPU."""
     _sample_rows(*map(view, arguments), _EDGES, HAS_MURMUR_NOISE)
 
 
@@ -104,7 +104,10 @@ def _sample_rows(  # type: ignore[no-untyped-def]
 
 
 def record_ties(logits_RV: Any, divides: bool, keys: Any, ties: Any) -> None:
-    """Writes the score gap and the runner-up of rows whose requests ask for them, as `row_sampling_triton.draw_rows` does."""
+    """Writes the score gap and the second-best token of each row whose request wants them.
+
+    `row_sampling_triton.draw_rows` does the same on a GPU.
+    """
     _record_ties(*map(view, (logits_RV, *keys, *ties)), divides, HAS_MURMUR_NOISE)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU body of the alignment of a draft stream (`remote/verifier/draft_stream.py`)."""
+"""The kernel that aligns a draft stream with the requests' texts, on a CPU (`remote/verifier/draft_stream.py`)."""
 
 from numba import njit
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU body of acceptance by equality (`sampling/equality.py`)."""
+"""The kernel that accepts drafts by equality with the sampled tokens, on a CPU (`sampling/equality.py`)."""
 
 from numba import njit
 

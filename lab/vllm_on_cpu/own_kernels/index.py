@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of the context index on a CPU. `drafters/device_index.py` explains the tables.
 
-They mostly wait for memory, because each context has its own cache line, and the line is cold after a model's step. So a
-kernel first requests all lines that it needs, then reads them. The loads are independent, so a core has many in flight.
-The returned `touched` values keep the compiler from removing those loads.
+The kernels mostly wait for memory. Each context has a cache line of its own, which is no longer in a cache after a forward
+pass of the model. So a kernel first loads a word of each line that it needs, and reads the lines only then. The first loads
+are independent of each other, so a core has many in flight. Functions return a mixture of the loaded words (`touched`), which
+keeps the compiler from removing the loads.
 
-The tables are flat here, and indexed with unsigned numbers, because numba checks whether a signed index is negative.
+In this module the tables are flat and indexed with unsigned numbers, because numba checks whether a signed index is negative.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions, M context lengths, N text positions.
 """
@@ -29,13 +30,13 @@ _IN_USE, _GAMMA, _MIX_2 = np.uint64(layout.IN_USE), np.uint64(GAMMA), np.uint64(
 
 
 def learn(lookup: layout.Lookup, texts: Texts, max_new: int) -> None:
-    """Implements `ContextIndex.learn`."""
+    """Implements `ContextIndex.learn` on a CPU."""
     slots_B, *others = texts
     _learn(*_tables(lookup.index), slots_B.long(), lookup.salts_S, lookup.learned_S, *others, max_new)
 
 
 def walk(lookup: layout.Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
-    """Implements `ContextIndex.walk`."""
+    """Implements `ContextIndex.walk` on a CPU."""
     slots_B, *others = texts
     most = num_looked_up(min(out.tokens_BK.shape[1], out.levels_BK.shape[1]))
     _walk(*_tables(lookup.index), slots_B.long(), lookup.salts_S, *others, level_rates, floor, most, *out)
@@ -59,13 +60,13 @@ def _candidate_at(slot, c):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, inline="always")
 def _rank(word, reference):  # type: ignore[no-untyped-def]
-    """Returns the number of ranks from another word of its bucket up to a word."""
+    """Returns by how many ranks `word` is above `reference`, which is another word of the same bucket."""
     return np.int64(np.int16(word - reference))
 
 
 @njit(cache=True)
 def _find(words, key):  # type: ignore[no-untyped-def]
-    """Returns the slot of `key`, or -1."""
+    """Returns the slot of `key`, or -1 if the index does not have the key."""
     line = _line_of(words, key)
     for i in range(_BUCKET_SLOTS):
         if (words[line + np.uint64(i)] ^ key) >> _RANK_BITS == 0:
@@ -75,10 +76,11 @@ def _find(words, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
-    """Returns the slot of `key`, which gains ranks. It is the key's own slot, or a free one, or the one of the lowest rank.
+    """Returns a slot for `key` and raises its rank.
 
-    `best` is the smallest cost * 8 + i of the slots i, so one minimum finds both the cost and the slot. The cost is `OWN`,
-    `FREE` or the slot's rank, in this order of size.
+    It is the key's own slot, or else a free one of its bucket, or else the one of the lowest rank. `best` is the smallest cost
+    * 8 + i of the slots i, so that one minimum finds both the cost and the slot. The cost is `OWN`, `FREE` or the slot's rank,
+    in this order of size.
     """
     line = _line_of(words, key)
     reference = words[line]
@@ -107,7 +109,10 @@ def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _count(candidates, slot, token):  # type: ignore[no-untyped-def]
-    """Counts `token` among the candidates of a slot. A new token replaces the candidate of the lowest count."""
+    """Adds one to the count of `token` among the candidates of a slot.
+
+    A new token replaces the candidate with the lowest count.
+    """
     chosen = _candidate_at(slot, 0)
     least = _COUNT_MASK
     for c in range(_NUM_CANDIDATES):
@@ -128,10 +133,10 @@ def _count(candidates, slot, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the candidate of the highest count, the first of equals, and its evidence level. Returns -1 without a candidate.
+    """Returns the candidate token with the highest count, and its evidence level, which is -1 if there is no candidate.
 
-    A level is 4 * (grade of the context's length) + (grade of the candidate's share). One is added to the total count, so that
-    a share of few counts is graded lower.
+    Of equal counts the first one wins. A level is 4 * (grade of the context's length) + (grade of the candidate's share of the
+    counts). One is added to the total count, so that a share of few counts gets a lower grade.
     """
     total = np.int64(0)
     best = np.int64(0)
@@ -150,9 +155,10 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _keys(words, orders_M, salt, token_ids_SL, s, length, drafts_BK, b, num_drafts, keys_NM, n):  # type: ignore[no-untyped-def]
-    """Writes to row n the keys of the contexts that end `length` tokens of text s and `num_drafts` tokens of drafts b.
+    """Writes the keys of the contexts at the end of a text to row n of `keys_NM`, one for each context length.
 
-    The key of a context that is longer than the text is 0. Also requests the cache lines of the keys' buckets.
+    The text is the first `length` tokens of request s, followed by `num_drafts` drafts of row b. A context that is longer than
+    the text has the key 0. The cache lines of the keys' buckets are loaded as well.
     """
     state = np.uint64(salt)
     factor = _GAMMA
@@ -177,7 +183,10 @@ def _keys(words, orders_M, salt, token_ids_SL, s, length, drafts_BK, b, num_draf
 
 @njit(cache=True)
 def _count_all(words, candidates, keys_NM, tokens_N, num):  # type: ignore[no-untyped-def]
-    """Counts the first `num` of `tokens_N` as continuations of the contexts `keys_NM`, whose buckets were requested."""
+    """Counts each of the first `num` tokens as a continuation of its contexts.
+
+    The contexts' buckets must be in a cache already.
+    """
     touched = np.int64(0)
     for n in range(num):
         for m in range(keys_NM.shape[1]):
@@ -228,7 +237,10 @@ def _learn(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _find_longest(words, candidates, orders_M, keys_BM, b):  # type: ignore[no-untyped-def]
-    """Returns the slot of row b's longest known context, or -1, and its length. Requests the cache line of its candidates."""
+    """Returns the slot of row b's longest known context, or -1, the context's length, and a word of its candidates.
+
+    Reading the word loads the cache line of the candidates.
+    """
     for m in range(len(orders_M) - 1, -1, -1):
         if keys_BM[b, m] != 0:
             slot = _find(words, keys_BM[b, m])

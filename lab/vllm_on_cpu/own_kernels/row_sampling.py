@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU body of the sampling of a step's rows, by vLLM's functions (`generation/step/row_sampling.py`)."""
+"""The kernel that samples the rows of an engine step, on a CPU and by vLLM's functions (`generation/step/row_sampling.py`)."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _log_probs = _logprob.compute_topk_scores if hasattr(logprob, "compute_topk_scor
 def draw_rows(
     scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None, ties: TieTables | None = None
 ) -> Drawn:
-    """Implements `row_sampling.draw_rows`."""
+    """Implements `row_sampling.draw_rows` on a CPU."""
     logprobs = emitted_BK = counts_B = None
     tokens_R = compat.draw(scored.values_RV, *keys, apply_temperature=scored.divides)
     if ties is not None:

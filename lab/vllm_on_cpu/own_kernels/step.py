@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU bodies of a step's kernels. They call the kernels of the draft board and then those of each context index.
+"""The kernels of an engine step on a CPU. They call those of the draft board, and then those of each context index.
 
 `DraftBoard` and `ContextIndex` say what the kernels compute.
 """
@@ -25,13 +25,19 @@ learn, walk = index_kernels.learn, index_kernels.walk
 
 
 def memory_of(tables: "Tables") -> Any:
-    """Returns a board's tensors as arrays for numba. Making them anew in every step would take as long as the kernels."""
+    """Returns a draft board's tensors as arrays for numba.
+
+    The board keeps them, because making them in every engine step would take as long as the kernels.
+    """
     arrays: Any = (table.numpy() for table in tables)
     return type(tables)(*arrays)
 
 
 def empty_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """Returns int64 zeros that start at a huge page if possible. With small pages, page walks take half of the time."""
+    """Returns int64 zeros [num_rows, num_columns], in huge pages of memory if possible.
+
+    With small pages, a kernel spends half of its time on page walks.
+    """
     size = num_rows * num_columns * 8
     memory = mmap.mmap(-1, size + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -54,14 +60,14 @@ def observe(
     lookups: Sequence[Lookup],
     max_new: int,
 ) -> None:
-    """Implements `DraftBoard.observe`."""
+    """Implements `DraftBoard.observe` on a CPU."""
     board_kernels.observe(texts, *outcomes, board.memory, step)
     for lookup in lookups if max_new > 0 else ():
         learn(lookup, texts, max_new)
 
 
 def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence[Lookup], most: int) -> None:
-    """Implements `DraftBoard.choose`."""
+    """Implements `DraftBoard.choose` on a CPU."""
     rates_DL: Any = level_rates(board) if lookups else None
     for lookup in lookups:
         walk(lookup, texts, rates_DL[lookup.drafter], SMALLEST_SHARE, board.proposals_of(lookup.drafter))
@@ -69,6 +75,6 @@ def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence
 
 
 def level_rates(board: "DraftBoard") -> torch.Tensor:
-    """Returns the share of hits of each of the L = NUM_LEVELS levels, over all relations: float32 [D, L]."""
+    """Returns the share of hits of each of the L = NUM_LEVELS evidence levels, over all relations, float32 [D, L]."""
     tried_DL2 = board.tables.evidence_DE2.unflatten(1, (-1, NUM_LEVELS)).sum(dim=1)
     return tried_DL2[..., 0] / tried_DL2[..., 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of numba functions with CPU tensors."""
+"""Lets numba functions be called with CPU tensors."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,10 @@ import torch
 
 
 def on_tensors(jitted: Callable[..., Any]) -> Callable[..., None]:
-    """Wraps a numba function so that it takes CPU tensors, named tuples of them, and numbers. It gets the tensors' memory."""
+    """Wraps a numba function so that it takes CPU tensors, named tuples of them, and numbers.
+
+    The numba function gets the memory of the tensors as arrays.
+    """
 
     @functools.wraps(jitted)
     def call(*args: Any) -> None:
