@@ -87,7 +87,7 @@ def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast
 
     Args:
         tree: the syntax tree of the file.
-        owners: the variables whose attributes are looked for, each with the dotted name with which the result begins.
+        owners: maps each variable whose attributes are looked for to the dotted name that replaces it in the result.
         context: `ast.Load` for attributes that the file reads, or `ast.Store` for attributes that it sets.
     """
     found = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, context))

@@ -237,9 +237,10 @@ def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type
 
 @triton.jit
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the candidate with the highest count (the first of several), this count, and the evidence level.
+    """Returns the candidate in `slot` with the highest count, this count, and the evidence level of the candidate.
 
-    The candidates are those of a context of `order` tokens. If no context was found, `order` is 0 and so is the count.
+    The candidates are tokens that have followed a context. If several have the highest count, the first of them is returned.
+    `order` is the length of the context in tokens, or 0 if the index has no context of the text. Then the count is 0 too.
     """
     c_C = tl.arange(0, _NUM_CANDIDATES)
     num = tl.where(order > 0, _NUM_CANDIDATES, 0)

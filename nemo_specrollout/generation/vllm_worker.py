@@ -341,7 +341,7 @@ class VllmWorkerMixin(WorkerCalls):
         return asdict(end)
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns the `SampleStats` of the request with each seed as a dict, or None if this engine has not decoded it."""
+        """Returns `SampleStats` as a dict for each seed, or None where the engine has none. Forgets what it returns."""
         found = self.specrollout_samples.take(seeds)
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 

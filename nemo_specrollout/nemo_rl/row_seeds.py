@@ -127,10 +127,10 @@ def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
 
 
 class Conversations:
-    """Finds the first prompt of a conversation, which all samples of that prompt share. Owns the known prompts.
+    """Finds out how long the first prompt of a conversation is, and remembers prompts for this.
 
-    For a later turn, NeMo-RL requests a row with a longer prompt. It consists of the prompt before, its response and the
-    environment's answer.
+    A conversation may have several turns. The prompt of a later turn consists of the prompt of the turn before, the response
+    to it and the environment's answer. So it begins with the first prompt, which all samples of a dataset's prompt share.
     """
 
     def __init__(self) -> None:

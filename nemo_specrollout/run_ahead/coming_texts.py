@@ -73,7 +73,7 @@ class ComingTexts:
 
     @property
     def chooses_steps(self) -> bool:
-        """Whether measurements decide for how many coming steps texts are made."""
+        """Whether the number of coming steps that get texts is chosen from measurements, instead of fixed by the config."""
         return isinstance(self._config.steps, str)
 
     @property

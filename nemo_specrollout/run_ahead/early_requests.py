@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which early requests an engine starts and stops, which are requests of coming steps or branches (`run_ahead`).
+"""Decides when an engine starts and stops early requests, which are requests of coming steps or branches of texts.
 
 The engine's own requests are those of the current step. `rolling_engine.py` decodes early requests in a synchronous engine and
-`rolling_stream.py` in an asynchronous one, and both ask `EarlyRequests`. vLLM's output processor is read, but not imported.
+`rolling_stream.py` in an asynchronous one, and both ask `EarlyRequests`. It reads sampled tokens in vLLM's output processor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -296,7 +296,7 @@ class EarlyRequests:
     def follow(self, row: EarlyRow) -> int:
         """Registers one of the engine's own requests, so that branches of it may start.
 
-        Returns a name for it and its near-ties.
+        Returns the request's name, a number by which other methods and `specrollout_take_ties` know it.
         """
         name = self.early.follow(row)
         self._followed[name] = _Running("", len(row.prompt))

@@ -62,7 +62,7 @@ class DraftCosts(NamedTuple):
     token_s: float = 0.0
     """Seconds that the drafter takes to sample one draft token of one request."""
     unsampled_s: float = 0.0
-    """Seconds by which the first forward pass is shorter if it only reads and drafts nothing."""
+    """Seconds by which the first forward pass is shorter if the drafter only reads its unread tokens and drafts none."""
     least_depth: int = 1
     """The smallest number of tokens that the drafter drafts for each request, if it drafts at all."""
 

@@ -105,11 +105,9 @@ class Response:
     def extend(
         self, engine: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
     ) -> bool:
-        """Adds new tokens of the engine's attempt.
+        """Adds new tokens of the engine's attempt, if they agree with the known tokens of the response.
 
-        Returns whether they agree with the known tokens, and adds nothing if they do not.
-
-        They do not agree either if the engine has ended the response before the last known token.
+        Returns whether they agree. If not, nothing is added. A response that ends before the last known token does not agree.
         """
         attempt = self.attempts[engine]
         start = attempt.position

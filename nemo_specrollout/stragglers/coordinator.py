@@ -134,7 +134,7 @@ class Coordinator:
         return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """Stops and forgets all running requests, or only those among the requests `keys`.
+        """Stops and forgets all running requests. If `keys` is given, all requests that are not in it go on.
 
         A request that has ended stays until `take`. But after a call without `keys`, `advance` no longer reports it.
         """
@@ -238,9 +238,10 @@ class Coordinator:
                 assigned.stops = []
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
-        """Returns the attempts that the engine was not told to start yet, or only those among them at the requests `keys`.
+        """Returns the attempts that the engine was not told to start yet.
 
-        From now on they count as told, so the caller must pass them to the engine.
+        If `keys` is given, only attempts at these requests are returned. The caller must pass the returned attempts to the
+        engine, because from now on they count as told.
         """
         assigned = self._assigned[engine]
         wanted = None if keys is None else set(keys)

@@ -248,7 +248,7 @@ class StragglerExchange:
     def take_figures(self) -> dict[str, float]:
         """Returns the metrics `tail.*` of the requests that have ended since the last call.
 
-        They contain no `saved_s` if the savings are not known.
+        `saved_s`, the estimated time that moves and races have saved, is missing if there is no estimate.
         """
         with self._guarded():
             totals = self._totals

@@ -200,12 +200,14 @@ class TurnEngine:
 def roll_out_shard(
     stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest], idle: IdleWork | None = None
 ) -> list[Rollout]:
-    """Rolls out an engine's share of a rollout with other engines.
+    """Rolls out an engine's own `requests` together with other engines, which may take over requests from each other.
 
-    Returns the responses to its own `requests`, in their order. The numbers of the requests in `ShardRequest.home` must be 0,
-    1, 2, .... The engine takes turns until all requests of all engines have ended. At most one call of the exchange is pending
-    at a time. While the engine waits for its answer, it takes a turn that it already has, or decodes requests of coming steps
-    (`idle`). Raises ExchangeFailed if the exchange is lost.
+    Returns the responses to `requests`, in the same order. The index in the `home` of each request must be its position in
+    `requests`. The engine takes turns until all requests of all engines have ended.
+
+    At most one call of the exchange is pending at a time. Meanwhile the engine works on the next turn, if the exchange has
+    already ordered one. Otherwise, if it has nothing to decode, it decodes requests of coming steps (`idle`). Raises
+    ExchangeFailed if the exchange is lost.
     """
     engine = TurnEngine(stepped)
     rollouts = dict[int, Rollout]()

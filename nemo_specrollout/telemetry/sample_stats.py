@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects statistics of each sample: the policy versions that sampled it, the draft head, and numbers of draft tokens.
+"""Collects statistics of each sample: the policy versions that sampled it, the draft head, and counts of draft tokens.
 
 Shapes: S request slots. A slot is the number that vLLM gives to a request while it runs.
 """
@@ -111,7 +111,7 @@ class _Record:
     head_at_start: int
     read_again: tuple[int, ...] = ()
     row: int = -1
-    """Row of `SampleStatsLog._archive` that has the numbers of draft tokens after the request has left its slot."""
+    """Row of `SampleStatsLog._archive` that has the counts of draft tokens after the request has left its slot."""
     is_taken: bool = False
     """True if the record is dropped when the request leaves its slot, because it was taken before or is no sample."""
 
@@ -132,7 +132,8 @@ class _Record:
 class SampleStatsLog:
     """Collects the statistics of running and ended requests until `take` returns them, by the requests' seeds.
 
-    The numbers of draft tokens stay on the device until `take` copies them to the host, for all requests at once.
+    The counts of verified and accepted draft tokens stay on the device. `take` copies those of all requests to the host at
+    once.
     """
 
     def __init__(
@@ -183,7 +184,10 @@ class SampleStatsLog:
         self._running[slot] = record
 
     def close(self, slots: list[int]) -> None:
-        """Saves the numbers of draft tokens of requests that leave their slots, because they have ended or are preempted."""
+        """Notes that the requests in these slots leave them, because they have ended or are preempted.
+
+        Their counts of verified and accepted draft tokens are saved, because other requests will use the slots.
+        """
         left = {slot: self._running.pop(slot) for slot in slots if slot in self._running}
         kept = {slot: record for slot, record in left.items() if not record.is_taken}
         if not kept:

@@ -33,7 +33,11 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns the `SampleStats` of the request with each seed as a dict, or None if this engine has not decoded it."""
+        """Returns the statistics of the requests with these `seeds`, and forgets them.
+
+        The list has one element for each seed, in the order of `seeds`. It is a `SampleStats` (telemetry/sample_stats.py) as a
+        dict, or None if the engine has no statistics for this seed.
+        """
         raise NotImplementedError
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:

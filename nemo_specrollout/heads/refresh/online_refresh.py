@@ -91,7 +91,8 @@ class OnlineRefresh:
     def train(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
         """Trains and judges a candidate, and adapts the schedule of refreshes and the learning rate to the result.
 
-        `data.lacking` must be None. `budget` is the length of the training, by default the seconds that the schedule allows.
+        `data` must be enough for both, which means that `data.lacking` is None. `budget` is the length of the training. If it
+        is None, the schedule decides how many seconds the training may take.
         """
         budget = budget or Budget(seconds=self._schedule.budget_s())
         refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)
