@@ -42,7 +42,7 @@ WAYS = (PLAIN, TEXT_ALONE, HEAD_ALONE, OURS)
 
 @dataclass
 class Knowledge:
-    """What an engine knew when it was started, so that this state can be restored. Owns copies of the tensors."""
+    """What an engine has learned up to a moment, so that this state can be restored. Owns copies of the tensors."""
 
     policy: Any
     step_model: Any
@@ -51,7 +51,10 @@ class Knowledge:
 
     @classmethod
     def of(cls, worker: Any) -> "Knowledge | None":
-        """Returns what the worker knows now, or None if it has no drafters."""
+        """Returns copies of the worker's speculation policy, step model, draft board and context indexes as they are now.
+
+        Returns None if the worker has no drafters.
+        """
         router = worker.specrollout_router
         if router is None:
             return None

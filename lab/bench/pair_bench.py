@@ -72,12 +72,15 @@ class Found:
     timed: dict[tuple[str, int, Way], list[Timed]] = field(default_factory=dict)
 
     def ratios(self, load: str, threads: int, way: Way) -> list[float]:
-        """Returns for each round the seconds of the policy alone divided by those of a way."""
+        """Returns for each round how many times as fast as plain decoding a load was with `way`.
+
+        Plain decoding has `TWO` threads, and `way` has `threads`.
+        """
         pairs = zip(self.timed[load, TWO, Way(PLAIN)], self.timed[load, threads, way], strict=False)
         return [plain.seconds / timed.seconds for plain, timed in pairs]
 
     def ratio(self, load: str, threads: int, way: Way) -> float:
-        """Returns the median over rounds of the seconds of the policy alone divided by those of a way."""
+        """Returns the median of `ratios` over the rounds."""
         return statistics.median(self.ratios(load, threads, way))
 
     def acceptance(self, load: str) -> float:

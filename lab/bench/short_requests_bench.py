@@ -43,7 +43,7 @@ SAMPLES = 8
 FEWEST_ROUNDS = 3
 WARM_UP = 1
 TURN_S = 0.1
-"""Seconds of a turn. A turn lasts until the engine step ends that is running then."""
+"""Seconds after which a turn ends. The engine step that is running then is completed in the same turn."""
 PROFILED = 40
 """Number of functions that are printed for a profile."""
 

@@ -25,7 +25,8 @@ MOST_DEPTHS = 8
 class Drained:
     """The records of a batch that has drained.
 
-    The seconds of an engine step are those between two returns of the engine, as its caller sees them.
+    The seconds of an engine step begin where those of the step before it end, or at the start of the batch. So they include
+    the time that the caller takes between two steps.
     """
 
     rollouts: list[Rollout]
@@ -49,7 +50,7 @@ class Drained:
         return int(self.tokens_S.sum())
 
     def bands(self) -> dict[str, tuple[float, int]]:
-        """Returns the seconds and the number of tokens in each band of running requests, by the band's label."""
+        """Returns the seconds and the number of tokens in each band of running requests, by the band's label (`LABELS`)."""
         band_S = np.array([bisect_left(MAX_RUNNING, int(n)) for n in self.running_S])
         found = {}
         for band, label in enumerate(LABELS):

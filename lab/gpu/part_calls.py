@@ -41,7 +41,10 @@ class Part:
 
     @property
     def is_script(self) -> bool:
-        """Returns whether the part is a script. Every call that starts an engine needs the scripts again."""
+        """Returns whether the part is a script, which is a part below 1 MiB that is no piece of the model.
+
+        Every call that starts an engine carries the scripts, while the other parts travel once.
+        """
         return not self.is_model and self.num_bytes < MIB
 
 
@@ -101,7 +104,10 @@ def _grouped(tree: int, pieces: Sequence[Part]) -> list[list[Part]]:
 
 
 def described(tree: int, parts: Sequence[Part]) -> str:
-    """Returns text for the terminal, which lists the parts, and the calls with their sizes and whether they fit."""
+    """Returns the plan as text for the terminal. `tree` is the bytes of the working tree.
+
+    The text lists the parts. Then it lists the calls, each with its size, whether it fits, and its command.
+    """
     lines = [f"{tree / MIB:6.1f} MiB  the working tree, with every call"]
     lines += [f"{part.num_bytes / MIB:6.1f} MiB  {part.path}" for part in parts]
     if not any(part.is_model for part in parts):

@@ -370,9 +370,10 @@ def _speeds(halves: Sequence[Drained]) -> dict[str, float]:
 
 
 def _nearest(speeds: Mapping[str, float], band: str) -> float:
-    """Returns the speed in a band of running requests.
+    """Returns the tokens per second at a number of running requests in `band`, such as "3-4".
 
-    If the band was not measured, returns the speed in the next smaller band that was, or in the smallest one of all.
+    If no speed was measured in this band, the next smaller measured band counts. If there is none, the smallest measured band
+    counts.
     """
     smaller = [label for label in LABELS[: LABELS.index(band) + 1] if label in speeds]
     return speeds[smaller[-1]] if smaller else next(iter(speeds.values()))

@@ -47,7 +47,7 @@ _REFUSED_HANDLES = ("cudaIpc", "invalid resource handle", "peer access", "pidfd"
 
 @dataclass(frozen=True)
 class Arm:
-    """A run of one arm that has ended, either regularly or by a failure."""
+    """What the run of an arm wrote before it ended or failed."""
 
     kind: str
     metrics: Sequence[Mapping[str, Any]]
@@ -136,7 +136,7 @@ def _start(tree: Mapping[str, Any], run: Path, seconds: float) -> tuple[int | No
 
 
 def _arm(kind: str, run: Path) -> Arm:
-    """Returns an arm with what its run has written."""
+    """Reads what an arm wrote into its run directory `run`."""
     metrics, rows, memory = (
         list(read_lines(file)) if (file := run / name).is_file() else [] for name in (METRICS, ROWS, MEMORY)
     )

@@ -111,9 +111,10 @@ class TrajectoryCollector:
     # In the trainer's thread
 
     def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> Any:
-        """Waits until all responses for a target have ended, and returns what `CollectorEvents.on_ready` has made of them.
+        """Waits until all responses for the training step `target` have ended, and returns what `on_ready` returned for them.
 
-        While it waits, it calls `on_finished` with the number of finished responses.
+        `on_ready` is the function in `CollectorEvents`. While it waits, this method calls `on_finished` with the number of the
+        target's finished responses.
         """
 
         def is_ready() -> bool:

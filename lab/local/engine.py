@@ -139,9 +139,9 @@ class RolloutEngine(HostedEngine):
     def _drop_cache(self) -> None:
         """Makes vLLM drop the prefixes that older weights have cached.
 
-        vLLM refuses this while an engine step still uses some of them. So the engine makes further steps until vLLM agrees.
-        Unfinished requests continue with the KV cache of the old weights, so the cache is not dropped if there are any. Raises
-        RuntimeError if vLLM refuses too often.
+        If vLLM refuses while requests are unfinished, the cache stays, and these requests continue with the KV cache of the
+        old weights. If vLLM refuses although none is unfinished, an engine step still uses some of the prefixes. Then the
+        engine makes further steps until vLLM agrees. Raises RuntimeError if vLLM refuses too often.
         """
         for _ in range(_MAX_TRIES):
             if self._llm.reset_prefix_cache() is not False or self._llm.llm_engine.has_unfinished_requests():

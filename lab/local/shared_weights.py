@@ -32,9 +32,10 @@ def opened(weights: Packed) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def wait_for_gpu() -> None:
-    """Waits until the GPU has read the tensors from `opened`, so that their owner may free them.
+    """Waits until the GPU has finished all work of this process.
 
-    Without a GPU, returns at once.
+    After that it has read the tensors that `opened` has yielded, so the process that owns them may free them. Without a GPU,
+    returns at once.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()

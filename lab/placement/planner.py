@@ -182,7 +182,7 @@ class _Search:
         return min(self.num_devices // size, self.num_requests, self.max_groups or self.num_requests)
 
     def _one_engine(self, verifier: CostCurve, drafting: CostCurve | None, num_groups: int, k: int) -> Option:
-        """Returns the option of an engine that does not draft, or that drafts itself if `drafting` is given."""
+        """Returns the option in which each verifier drafts itself at the costs `drafting`, or does not draft if it is None."""
         batch = math.ceil(self.num_requests / num_groups)
         verify_s = verifier.at(batch * (k + 1))
         draft_s = k * drafting.at(batch) if drafting is not None else 0.0
@@ -201,7 +201,7 @@ class _Search:
         )
 
     def _pair(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
-        """Returns the option of a verifier with a separate drafter. Its window is as small as `_AS_GOOD` allows."""
+        """Returns the option in which each verifier has a separate drafter. Its window is as small as `_AS_GOOD` allows."""
         batch = math.ceil(self.num_requests / num_groups)
 
         def steady(window: int, drafter_factor: float = 1.0) -> SteadyState:

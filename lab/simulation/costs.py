@@ -99,13 +99,13 @@ class LinearCosts(Costs):
     """
 
     verify_fixed_s: float = bounded(above=0.0)
-    """Seconds of an engine step in addition to those of its rows (beta)."""
+    """Seconds of an engine step in addition to those of its rows (beta in the paper)."""
     verify_row_s: float = bounded(low=0.0)
-    """Seconds of each row of an engine step (V' for a single row)."""
+    """Seconds that each row adds to an engine step. With one row per request, this is V' in the paper."""
     draft_fixed_s: float = bounded(0.0, low=0.0)
-    """Seconds to draft a token, in addition to those of the requests (alpha)."""
+    """Seconds to draft a token for the whole batch, in addition to those of its requests (alpha in the paper)."""
     draft_request_s: float = bounded(0.0, low=0.0)
-    """Seconds to draft a token for each request (D')."""
+    """Seconds that each request of the batch adds to the drafting of a token (D' in the paper)."""
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         return self.verify_fixed_s + self.verify_row_s * num_rows

@@ -225,8 +225,8 @@ class Rollout:
     def _carry_out(self, decision: TailDecision) -> None:
         """Stops and starts attempts as the tail policy has decided.
 
-        A new attempt continues from the attempt at the same request that is furthest, because all attempts make the same
-        tokens.
+        All attempts at a request make the same tokens. So a new attempt takes over the tokens of the attempt that has come
+        furthest with its request.
         """
         moved = {request for request, _ in decision.stops}
         stopped = {index for _, index in decision.stops}

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits the roofline's shares and fixed seconds to engine steps that were measured on GPUs (`docs/benchmarks/gpu*.json`).
+"""Fits the parameters of the roofline model to engine steps that were measured on GPUs (`docs/benchmarks/gpu*.json`).
+
+The parameters are the shares of the peak bandwidth and of the peak arithmetic that engine steps achieve, and the seconds that
+the host takes for each engine step and for each draft token (`Calibration`).
 
 The measured steps are those of Qwen3-8B's shape on an H100 and an H200, with up to 512 rows in CUDA graphs. The drafting of a
 small EAGLE-3 head was measured on an H100. No other policy, tensor-parallel engine, long context, draft model or network was
-measured. For these the roofline uses the same shares.
+measured. For these the roofline uses the same parameters.
 
 Shapes: N measured steps.
 """
@@ -18,7 +21,7 @@ from lab.simulation.data_sheets import device_named, model_named
 from lab.simulation.graph_edge import BENCHMARKS, VLLMS_LARGEST, measured_steps
 
 GPUS = {"H100": "h100", "H200": "h200"}
-"""Name of each measured GPU's data sheet, with the GPU's name in docs/benchmarks."""
+"""The measured GPUs. A key is the name of a GPU's data sheet, and its value is the GPU's key in `graph_edge.RUNS`."""
 _MODEL = "Qwen3-8B"
 _CONTEXT = 256.0
 """Approximate length of the measured texts, in tokens."""
@@ -75,7 +78,7 @@ def _predicted(device: str, calibration: Calibration, requests_N: np.ndarray, ro
 
 
 def _steps(device: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the requests, rows and seconds of a GPU's measured steps within vLLM's graphs."""
+    """Returns the requests, rows and seconds of a GPU's measured steps whose rows fit vLLM's largest CUDA graph."""
     steps = measured_steps(GPUS[device])
     requests_N, rows_N, ms_N = steps[steps[:, 1] <= VLLMS_LARGEST].T
     return requests_N, rows_N, 1e-3 * ms_N

@@ -40,7 +40,7 @@ class TextsInFlight:
     """
 
     numbers_I: np.ndarray
-    """Number of each request among the requests of all steps."""
+    """Index of each request among the requests of all steps."""
     work: Workload
     steps_ahead_I: np.ndarray
     """Number of steps until each request's own step, which is 0 for the engine's own requests."""
@@ -161,7 +161,7 @@ class RollingEngine:
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Numbers of the engine's own requests that have started and not ended, int64."""
+        """Indices of the engine's own requests that have started and not ended, int64. They are those of `numbers_I`."""
         return self.texts.numbers_I[self._is_running_I()]
 
     @property
@@ -171,7 +171,7 @@ class RollingEngine:
 
     @property
     def waiting(self) -> np.ndarray:
-        """Numbers of the engine's own requests that have not started, int64."""
+        """Indices of the engine's own requests that have not started, int64. They are those of `numbers_I`."""
         return self.texts.numbers_I[self._is_under_way_I() & ~self.texts.has_begun_I]
 
     def tokens_at(self, now_s: float) -> np.ndarray:

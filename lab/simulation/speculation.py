@@ -19,11 +19,11 @@ from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts
 _EXACT_BATCH = 8
 """Batch size up to which each size has its own cached decision."""
 _BATCH_STEP = 1.1
-"""Ratio up to which batch sizes above `_EXACT_BATCH` share a cached decision."""
+"""Batch sizes above `_EXACT_BATCH` that differ by less than this factor may share a cached decision."""
 _CONTEXT_STEP = 1.25
-"""Ratio up to which context lengths share a cached decision."""
+"""Context lengths that differ by less than this factor may share a cached decision."""
 _ACCEPTANCE_STEP = 0.02
-"""Difference up to which mean acceptances share a cached decision."""
+"""Mean acceptances that differ by less than this may share a cached decision."""
 _NUM_BINS = 1024
 """Number of bins of survival. Decisions take the survival of a draft to be the centre of its bin."""
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels that prepare the batch of an engine step, with block tables, staged writes, inputs and bookkeeping.
+"""CPU versions (bodies) of the kernels that prepare the batch of an engine step.
 
+They are for block tables, staged writes, inputs and bookkeeping.
 Most of these kernels have one program for each request. So the bodies loop over `idx_mapping`, which has each request's slot.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's drafters.
+"""CPU versions (bodies) of the kernels of vLLM's drafters.
 
 The drafters are EAGLE heads, a draft model, DFlash, n-grams and multi-token prediction.
 """

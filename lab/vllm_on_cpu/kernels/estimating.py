@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's acceptance estimator, a logistic regression of acceptance on the draft's log-odds."""
+"""CPU versions (bodies) of the kernels of vLLM's acceptance estimator.
+
+The estimator is a logistic regression of acceptance on the draft's log-odds.
+"""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's `sample/gumbel.py`, which sample by Gumbel-max and apply the temperature.
+"""CPU versions (bodies) of the kernels of vLLM's `sample/gumbel.py`, which sample by Gumbel-max and apply the temperature.
 
 A row of logits is processed in blocks, as in the kernel. Exact noise needs logarithms, so it is computed only for a block that
 can have a better token than the blocks before it. A cheap bound on the noise (`gumbel_bound`) rules out most blocks. The token

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels that change or inspect logits.
+"""CPU versions (bodies) of the kernels that change or inspect logits.
 
-They are for penalties, min-p, top-k, top-p, bad words, biases, grammars and NaNs. The last part forces the end of reasoning
-(thinking budgets). To rule a token out means to set its logit to -inf.
+They apply penalties, min-p, top-k, top-p, bad words, biases and grammars, and count NaNs. The last ones force the end of
+reasoning when its budget of tokens is used up (vLLM's thinking budget). To rule a token out means to set its logit to -inf.
 
-Shapes: R rows, V vocabulary, W words of 32 bits. T tokens of a text, P drafts of a request before a row, A token ids, M tokens
-of a marker.
+Shapes: R rows, V vocabulary, W words of 32 bits, T tokens of a text, P drafts that a row's request has before the row,
+A tokens of a list, M tokens of a marker that begins or ends reasoning.
 """
 
 import numpy as np
@@ -282,7 +282,7 @@ def update_committed_marker_cache(  # type: ignore[no-untyped-def]
     cached_last_start_ptr, cached_last_end_ptr, cached_scan_pos_ptr, reasoning_start_token_ids_ptr,
     natural_reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN, MAX_LEN, BLOCK,
 ):  # fmt: skip
-    """Updates where in the committed text the markers of the start and of the end of reasoning come last.
+    """Updates the last positions that the start marker and the end marker of reasoning have in each committed text.
 
     A new text is searched block by block from its end.
     """
@@ -309,7 +309,7 @@ def update_committed_marker_cache(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _num_forced(end_M, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """Returns with how many tokens of the forced end marker the text ends, if it does not end with all of them."""
+    """Returns how many first tokens of the forced end marker the text ends with. The whole marker does not count."""
     length = num_tokens + len(drafts_P)
     for num in range(min(len(end_M) - 1, length), 0, -1):
         if _is_at(end_M[:num], length - num, tokens_T, num_tokens, drafts_P):

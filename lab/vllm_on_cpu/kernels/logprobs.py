@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for kernels that run after sampling.
+"""CPU versions (bodies) of kernels that run after sampling.
 
 They compute the log-probs of chosen tokens and their ranks (`sample/logprob.py`, `sample/prompt_logprob.py`), replay a trace,
 and find the set of tokens that could have been sampled.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's own rejection sampler.
+"""CPU versions (bodies) of the kernels of vLLM's own rejection sampler.
 
-It has the ratio test (Leviathan et al. 2023) and block verification (Sun et al. 2024). Our own verification launches only the
-first two kernels. The others serve comparisons with vLLM's speculation.
+The sampler has the ratio test (Leviathan et al. 2023) and block verification (Sun et al. 2024). Our own verification launches
+only the first two kernels. The others serve comparisons with vLLM's speculation.
 
 A request has a row of logits for each draft, and one for the token after the last draft. Row r judges draft r + 1. The
 statistics of a row are given for blocks of the vocabulary.

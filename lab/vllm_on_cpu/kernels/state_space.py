@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of hybrid policies, which clear new KV cache blocks and look after the requests' recurrent states."""
+"""CPU versions (bodies) of the kernels of hybrid policies.
+
+The kernels clear new KV cache blocks and look after the requests' recurrent states.
+"""
 
 import numpy as np
 from numba import carray, njit
