@@ -157,7 +157,7 @@ class VllmWorkerMixin(WorkerCalls):
         super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Wakes up vLLM's worker and then the drafters. A head's canary restarts, because its weights may be reloaded."""
+        """Wakes up vLLM's worker and then the drafters. The canary begins anew, because the head's weights may be reloaded."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None:
             self.specrollout_router.woke_up()

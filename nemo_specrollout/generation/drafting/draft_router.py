@@ -189,10 +189,10 @@ class DraftRouter:
             self._graphs = graphs if graphs.capture() else None
 
     def _parts(self, max_new: int) -> dict[str, Part]:
-        """Returns the functions that launch the parts of drafting which CUDA graphs replay, by name.
+        """Returns the parts of drafting that CUDA graphs replay. They are functions that launch the kernels, by name.
 
-        A graph cannot record drafters that are not `is_recordable`. If there are any, drafting has two parts, and these
-        drafters propose between them. `max_new` is the largest number of new tokens of a text that a graph can read.
+        Some drafters cannot be recorded in a CUDA graph. If the engine has one of these, there are two parts, and the drafters
+        propose between the parts. `max_new` is the largest number of new tokens of a text that a graph can read.
         """
         asked = [(self._drafters[i], self._proposals[i]) for i in self._asked]
 
@@ -289,7 +289,8 @@ class DraftRouter:
     def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
         """Lets the drafters rest in this engine step, so that nothing is proposed.
 
-        The first step of a rest still finds out which of the drafts that were submitted one step before were right.
+        Even so, the first step of a rest learns which drafts of the step before were accepted. `was_idle` tells that the
+        drafters rested already in the step before.
         """
         if not was_idle:
             self.board.observe(texts, *outcomes, self._step, self._learning, 0)
@@ -300,8 +301,8 @@ class DraftRouter:
     def can_skip(self, batch: Any, num_scheduled: int | None) -> bool:
         """Returns whether an engine step can run without vLLM's speculator, because the drafters rest and go on resting.
 
-        Such a step has no drafts and makes none for the next step (`num_scheduled` is 0). No participant needs to see its
-        tokens.
+        Such a step has no drafts to verify and makes none for the next step. No participant needs to see the tokens that the
+        step samples. `num_scheduled` is the number of draft tokens that vLLM wants for each request of the next step.
         """
         if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
             return False

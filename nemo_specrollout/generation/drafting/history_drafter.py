@@ -81,7 +81,7 @@ class _Copied:
     """Index of the first token that was copied of each text."""
     tokens_NL: torch.Tensor
     lengths_N: torch.Tensor
-    """Number of tokens of each text, including those before `base`."""
+    """Number of tokens of each whole text, including the tokens before index `base`, which were not copied."""
     arrived: Any
     """CUDA event that is recorded after the copies, or None on a CPU."""
 

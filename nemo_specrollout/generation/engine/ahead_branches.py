@@ -24,7 +24,7 @@ class AheadBranch(NamedTuple):
     position: int
     """Index in the response of the first token that is not the parent's."""
     text: bytes
-    """The tokens from that position on, as int32 numbers."""
+    """The branch's own tokens, which come from `position` on, as int32 numbers."""
 
 
 def pack(branches: Iterable[AheadBranch]) -> bytes:
@@ -55,9 +55,9 @@ def unpack(packed: bytes) -> tuple[AheadBranch, ...]:
 
 
 def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
-    """Returns the text made ahead and all of its branches as whole texts, int32 arrays.
+    """Returns whole texts as int32 arrays. The first is the text made ahead, and its branches follow in their order.
 
-    Each branch begins with the tokens of its parent.
+    The array of a branch begins with the tokens that the branch shares with its parent.
     """
     paths = [np.frombuffer(text, np.int32)]
     for branch in branches:

@@ -162,7 +162,10 @@ class FreshPrefixes:
         self._waiting: list[Future[None]] = []
 
     async def change_begins(self) -> None:
-        """Notes that new weights are coming. When this returns, every request in vLLM has sampled at least one token."""
+        """Begins a change of the weights. Removes the requests that have sampled no token yet from vLLM, and waits for that.
+
+        From now until `change_ends`, no request starts. The removed requests start again after it.
+        """
         with self._lock:
             self._is_changing = True
             self._salt.renew()
@@ -172,7 +175,7 @@ class FreshPrefixes:
         await asyncio.gather(*(asyncio.wrap_future(attempt.left) for attempt in early))
 
     def change_ends(self) -> None:
-        """Notes that all new weights have arrived or that the update has failed, and starts the waiting requests."""
+        """Ends a change of the weights, which have all arrived or whose update has failed. Starts the waiting requests."""
         with self._lock:
             self._is_changing = False
             waiting = self._waiting
@@ -233,7 +236,10 @@ class FreshPrefixes:
             attempt.left.set_result(None)
 
     def _has_sampled(self, request_id: str) -> bool:
-        """Returns whether every sample of a request has at least one token, even if vLLM yields no output before the end."""
+        """Returns whether every sample of a request has at least one token.
+
+        This is also known for requests whose output vLLM yields only at the end.
+        """
         outputs = self._llm.output_processor
         samples = [outputs.request_states.get(sample) for sample in list(outputs.external_req_ids.get(request_id, ()))]
         return bool(samples) and not any(sample is not None and sample.is_prefilling for sample in samples)

@@ -44,8 +44,8 @@ class GivenIdentity:
     branches: bytes = b""
     """Other texts that may follow the prompt instead, packed by `ahead_branches.pack`."""
     ties: int | None = None
-    """Name under which the request's near-ties are kept, which are tokens that newer weights may well replace. Two requests
-    that run at once in an engine must have different names."""
+    """Number under which the engine keeps the request's near-ties, or None if they are not needed. Two requests that run at
+    once in an engine must have different numbers."""
     early: bool = False
     """True for a request of a coming training step, or for a branch of a request. The statistics of samples leave out such
     requests."""

@@ -164,8 +164,10 @@ class EngineActorCalls:
     def specrollout_run_ahead(self, *, seconds: float, after: int) -> Awaitable[bool] | bool | None:
         """Decodes the rows of coming training steps for about `seconds`, while the engine has nothing else to do.
 
-        These rows came with `specrollout_plan_ahead`. Returns whether any of them are left. A synchronous engine returns None
-        and decodes nothing if fewer than `after` calls of `generate` have ended.
+        The rows are those that `specrollout_plan_ahead` has brought. Returns whether any of them are left to decode.
+
+        `after` is the number of calls of `generate` that must have ended before. If fewer have ended, a synchronous engine
+        decodes nothing and returns None.
         """
         raise NotImplementedError
 
@@ -188,8 +190,8 @@ class EngineActorCalls:
     def specrollout_chat_prompts(self, *, requests: list[dict[str, Any]]) -> Awaitable[list[list[int] | None]]:
         """Returns the token ids of the prompt of each chat request, as the engine's HTTP server renders it.
 
-        A request has the field `messages` of OpenAI's chat requests, and `tools` and `chat_template_kwargs` if needed. The
-        result is None for a request that the server refuses. Only asynchronous engines have this call.
+        A request has the field `messages` of OpenAI's chat requests, and `tools` and `chat_template_kwargs` if needed. Instead
+        of token ids, the list has None for a request that the server refuses. Only asynchronous engines have this call.
         """
         raise NotImplementedError
 

@@ -36,8 +36,8 @@ def agreed(decision: Any) -> Any:
 def copy_first_rank(tensor: torch.Tensor) -> None:
     """Overwrites a tensor on the device with the values that it has on the first tensor-parallel rank.
 
-    All ranks must call this. They must verify the same drafts. Without the copy their drafts may differ, because messages from
-    remote drafters arrive at different times.
+    All ranks must call this. It is needed because all ranks must verify the same drafts, but messages from remote drafters
+    reach them at different times.
     """
     group = get_tp_group()
     if group.world_size > 1:
@@ -106,7 +106,7 @@ class HostCopy:
 class StageTimer:
     """Measures the seconds of a part of an engine step, with CUDA events or on a CPU with the clock.
 
-    Owns the last 8 measurements that the GPU has not finished.
+    Owns the measurements that the GPU has not finished. Of these it keeps the last 8 at most.
 
     Example: call `timer.start()` before the part and `timer.stop(tag)` after it. In a later engine step, loop over `for tag,
     seconds in timer.finished()`.

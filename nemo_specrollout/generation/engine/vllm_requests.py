@@ -135,8 +135,8 @@ def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
 
     `stays` is the result of `reason_to_stay` for the request's engine. A portable request has a text prompt, a seed that is
     the same in all engines, and sampling parameters that look at one position at a time. Stop strings, penalties, thinking
-    budgets and minimum lengths need the response from its beginning. Other entries in `extra_args` are for the user's own
-    code, which may need it too.
+    budgets and minimum lengths rule this out, because they need the response from its beginning. Entries of the user in
+    `extra_args` rule it out too, because the user's code may also need the whole response.
     """
     if stays is not None or not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
         return False

@@ -28,7 +28,7 @@ class RunnerFamily(ABC):
     def verify_names(self) -> None:
         """Raises RuntimeError unless vLLM has all names that this package must override or set so that drafts change no token.
 
-        Without this check, an override would silently have no effect if vLLM no longer calls a method of that name.
+        If a version of vLLM has renamed a method, this package's override of the old name would silently have no effect.
         """
 
     def sampler(self, native: Any) -> Any:

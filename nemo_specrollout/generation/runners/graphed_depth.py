@@ -49,9 +49,9 @@ class GraphedDepth(DraftDepth):
             looping.capture = self._capture_all
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns draft tokens, int64 [B, K], and how many of the K tokens of each request are new, at least `wanted`.
+        """Returns draft tokens, int64 [B, K], and how many of the K tokens of each request are new.
 
-        They come from the smallest CUDA graph that drafts at least `wanted` tokens.
+        This number is at least `wanted`, because the tokens come from the smallest CUDA graph that drafts `wanted` or more.
         """
         depth = self._depths[wanted]
         looping = self._speculator
@@ -117,10 +117,10 @@ class GraphedDepth(DraftDepth):
 
 
 def graph_depths(most: int) -> list[int]:
-    """Returns the numbers of draft tokens from 0 to `most` for which there is a graph, if a graph holds all of its positions.
+    """Returns the depths from 0 to `most` that have a CUDA graph of their own, in ascending order.
 
-    If another number is wanted, the next larger one is drafted. That costs little, because a draft pass is cheap compared with
-    an engine step.
+    It is for speculators of which one graph holds all draft positions. If another depth is wanted, the next larger one is
+    drafted. This costs little, because a draft pass is cheap compared with an engine step.
     """
     depths = {0, 1, most}
     size = 2

@@ -161,7 +161,8 @@ class NearTies:
     def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
         """Returns the near-ties of the requests with these names, by name. Each near-tie is returned only once.
 
-        Unknown names are left out of the result. `lengths_S` is as for `close`. The call waits for the device.
+        Unknown names are left out of the result. `lengths_S` has the number of tokens of the text in each slot, int32, on the
+        device. The call waits for the device.
         """
         with gpu_sync_allowed():
             found = self._of_live([name for name in names if name in self._live], lengths_S)

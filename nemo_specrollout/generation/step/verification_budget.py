@@ -27,9 +27,9 @@ _runner_module: Any = model_runner
 class VerificationBudget(AdaptiveVerificationManager):
     """vLLM's adaptive verification, with the number of drafts that this package's `SpeculationPolicy` decides.
 
-    vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host decides how many it
-    keeps, from counts that are one engine step old. The device decides which ones, from the latest acceptance rates. So
-    neither of them waits for the other.
+    vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host decides how many
+    drafts are kept, from counts that are one engine step old. The device decides which drafts these are, from the latest
+    acceptance rates. So neither of them waits for the other.
     """
 
     def __init__(self, runner: Any, router: DraftRouter) -> None:
@@ -48,8 +48,8 @@ class VerificationBudget(AdaptiveVerificationManager):
         """Compiles vLLM's function that chooses the best drafts, so that it is not compiled in an engine step.
 
         torch.compile makes separate variants for one and for several requests, and for keeping one draft and several drafts.
-        This method calls the function so that all variants are compiled. Some sizes are equal in these calls only by chance,
-        and torch.compile must not conclude that they are always equal.
+        This method calls the function once for each variant. Some sizes happen to be equal in these calls. So torch.compile is
+        told not to assume that equal sizes are always equal.
         """
         device = self._confidence_probs.device
         width = self.num_speculative_steps
@@ -93,9 +93,9 @@ class VerificationBudget(AdaptiveVerificationManager):
 def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | None], None], reason: str | None) -> None:
     """Makes `runner.initialize_kv_cache` replace vLLM's adaptive verification by a `VerificationBudget`, if vLLM allows that.
 
-    `settle` is then called with None, or with the reason why the host must choose the drafts. `reason` is such a reason, if
-    one is known already. All of this happens for each KV cache that vLLM makes. The first one only serves to measure the
-    memory of CUDA graphs, and the second one is the engine's.
+    `settle` is then called with None, or with the reason why the host must choose the drafts. `reason` is such a reason if
+    one is known already, and None otherwise. All of this happens for each KV cache that vLLM makes. The first KV cache only
+    serves to measure the memory of CUDA graphs, and the second one is the engine's.
     """
     initialize_kv_cache = runner.initialize_kv_cache
 
