@@ -372,7 +372,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the draft head in `folder`, and starts its canary with the acceptance that was measured on held-out texts."""
+        """Loads the draft head in `folder`. Its canary begins with the acceptance length `expected_length`, if it is known."""
         router = self.specrollout_router
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")

@@ -80,7 +80,7 @@ class WarmStart:
         return f"began with the rates and step times of {found.saved} after {found.num_steps:,} steps"
 
     def begin(self) -> None:
-        """Reads the engine's file if there is one that fits, and lets the engine take over its content."""
+        """Reads the engine's file, if there is one that fits this engine, and lets the engine take over the content."""
         if self._file is None:
             return
         self._found = agreed(self._file.read() if is_output_rank() else None)

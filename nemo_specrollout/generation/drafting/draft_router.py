@@ -115,7 +115,7 @@ class DraftRouter:
     def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
         """Returns the drafter that the block's entry `drafter` describes.
 
-        For some kinds it also sets the attribute of the router by which the vLLM worker calls the drafter.
+        Some kinds of drafters are also called by the vLLM worker. They are then kept in an attribute of the router as well.
         """
         if isinstance(drafter, HistoryDrafterConfig):
             if not is_output_rank() or not config.learned.history or config.learned.folder is None:
@@ -302,7 +302,8 @@ class DraftRouter:
         """Returns whether an engine step can run without vLLM's speculator, because the drafters rest and go on resting.
 
         Such a step has no drafts to verify and makes none for the next step. No participant needs to see the tokens that the
-        step samples. `num_scheduled` is the number of draft tokens that vLLM wants for each request of the next step.
+        step samples. `num_scheduled` is the number of draft tokens that vLLM wants for each request of the next step, or None
+        if vLLM does not say.
         """
         if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
             return False

@@ -53,7 +53,7 @@ the host."""
 def graph_sizes(most_requests: int) -> list[int]:
     """Returns the batch sizes for which graphs are recorded, ascending.
 
-    A batch is padded to the next of these sizes, which adds less than half of its own size.
+    A batch of another size is padded to the next of these sizes. The padding is less than half of the batch.
     """
     sizes = {1, 2, most_requests}
     size = 4

@@ -184,11 +184,11 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
     2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0).
     3. `SamplingParams.seed`. With `n > 1`, vLLM gives each sample the sum of this seed and the sample's index.
 
-    The sources 2 and 3 are combined with the engine's own seed, or with `extra_args["specrollout"]["engine_seed"]` if the
-    request has that. A request that samples greedily needs none of these sources.
+    With sources 2 and 3, the seed also depends on the engine's own seed `engine_seed`, or on the one in
+    `extra_args["specrollout"]["engine_seed"]` if the request gives one. A request that samples greedily needs no source.
 
-    Raises ValueError if another request has none of them. A seed that follows the order of arrival would make rollouts depend
-    on scheduling.
+    Raises ValueError if a request that samples at a temperature above 0 has no source. A seed that follows the order of
+    arrival would make rollouts depend on scheduling.
     """
     given = check_request(params)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)

@@ -174,8 +174,8 @@ class EngineActorCalls:
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> Any:
         """Removes the rows of coming training steps from the engine, and returns the texts that it has made for them.
 
-        The texts come as `EarlyMade` (run_ahead/early_requests.py). It is empty if no rows came with `specrollout_plan_ahead`.
-        The engine drops the prefixes that it has cached, unless `keeps_cache` is true.
+        The result is an `EarlyMade` (run_ahead/early_requests.py), which is empty if `specrollout_plan_ahead` brought no rows.
+        The engine also drops all prefixes that it has cached, unless `keeps_cache` is true.
         """
         raise NotImplementedError
 

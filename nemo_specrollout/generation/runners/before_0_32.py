@@ -42,7 +42,7 @@ class Before032(RunnerFamily):
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether the runner's rejection sampler `verifier` is an extension that the method `verifier` returns."""
+        """Returns whether the runner's rejection sampler is this package's, as the method `verifier` returns it."""
         return isinstance(verifier, _verifier_class())
 
     def draft_depth(self, speculator: Any) -> DraftDepth:

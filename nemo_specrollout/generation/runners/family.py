@@ -45,7 +45,7 @@ class RunnerFamily(ABC):
 
     @abstractmethod
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether a runner's rejection sampler is one that the method `verifier` returns."""
+        """Returns whether a runner's rejection sampler is this package's, as the method `verifier` returns it."""
 
     @abstractmethod
     def draft_depth(self, speculator: Any) -> DraftDepth:

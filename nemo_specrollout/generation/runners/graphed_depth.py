@@ -5,11 +5,11 @@ The depth is the number of tokens that are drafted for each request. In vLLM 0.2
 CUDA graph holds all positions after the first. vLLM replays it for every depth above one, so a smaller depth would save
 nothing. Therefore this module captures additional graphs for a few depths.
 
-All graphs share vLLM's pool of memory. So their activations need no more memory than those of the deepest graph, which vLLM
-has anyway. Only the graphs themselves need more, because each contains the launches of its kernels. With the default of 8
-positions, the additional graphs of a batch size contain the launches of 11 positions, and vLLM's own graph those of 7. When
-the engine starts, vLLM measures the memory of all graphs, and makes the KV cache smaller by that. No GPU has run the
-additional graphs yet.
+All graphs share vLLM's pool of memory. So activations need no more memory than with vLLM's own graph alone, which drafts the
+most positions. Only the recorded kernel launches need more memory. With the default of 8 positions, vLLM's own graph of a
+batch size records the kernels of 7 positions, and the additional graphs together record those of 11 more. When the engine
+starts, vLLM measures the memory of all graphs, and makes the KV cache smaller by this amount. No GPU has run the additional
+graphs yet.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -101,7 +101,7 @@ class GraphedDepth(DraftDepth):
         self._depths = [next(depth for depth in captured if depth >= wanted) for wanted in range(self._most + 1)]
 
     def _capture_depth(self, depth: int) -> None:
-        """Captures CUDA graphs that draft `depth` positions, as vLLM captures those that draft all positions."""
+        """Captures CUDA graphs that draft `depth` positions, in the way in which vLLM captures graphs for all positions."""
         looping = self._speculator
         looping.on_multi_step_decode_begin(looping.max_num_reqs)
         getattr(looping, f"{_GRAPHS}{depth}").capture(

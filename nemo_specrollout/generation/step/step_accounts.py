@@ -133,9 +133,10 @@ class StepAccounts:
         return costs.plain_steps_s(most_requests).tolist(), row_s
 
     def verified(self) -> dict[str, Any]:
-        """Returns how many draft tokens were verified ("proposed") and how many were accepted, as two lists [D, K].
+        """Returns counts of draft tokens by drafter and draft position, as nested lists [D, K].
 
-        Call it only for an engine with drafters.
+        The key "proposed" has how many were verified, and "accepted" has how many of these were accepted. Call it only for an
+        engine with drafters.
         """
         assert self._router is not None
         counts_DK2 = self._router.board.tables.verified_DK2.cpu()

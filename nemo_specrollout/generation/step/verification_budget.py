@@ -114,8 +114,8 @@ def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | Non
 def _questions_to_vllm() -> Iterator[list[str]]:
     """Collects vLLM's reasons against letting the device choose the drafts, while vLLM makes a KV cache in this context.
 
-    Yields the list of reasons. Without this context, such a reason would end the engine. If there are no CUDA graphs, vLLM
-    does not ask its attention backends, so this context asks them.
+    Yields the list of reasons, which is filled during the context. Without the context, such a reason would end the engine.
+    Without CUDA graphs, vLLM does not ask whether its attention backends allow this. So the context asks them itself.
     """
     create = _runner_module.maybe_create_adaptive_verification_manager
     refusals = list[str]()
@@ -141,9 +141,9 @@ def _questions_to_vllm() -> Iterator[list[str]]:
 def _options_with_sharding(sharder: Any) -> dict[str, bool]:
     """Returns further arguments of vLLM's adaptive verification, for ranks that divide the sampling among themselves.
 
-    `sharder` is vLLM's object that divides the sampling, or None. It is told that the device decides how many drafts each
-    request has. The returned argument makes vLLM copy these numbers to the host, where the sharder needs them. Raises
-    RuntimeError for a vLLM before 0.33, whose sharder uses other numbers.
+    `sharder` is vLLM's object that divides the sampling. If it is None, the result is empty. Otherwise the argument makes vLLM
+    copy the number of each request's drafts, which the device has decided, to the host for the sharder. This function also
+    tells the sharder to expect these numbers. Raises RuntimeError for a vLLM before 0.33, whose sharder uses other numbers.
     """
     if sharder is None:
         return {}
