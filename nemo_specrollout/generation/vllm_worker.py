@@ -407,7 +407,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of these early requests, by name and packed. Those that were returned before are left out."""
+        """Returns `Ties.packed` of each of these early requests, by name, without near-ties that were returned before."""
         if not is_output_rank():
             return None
         ties = self.specrollout_ties

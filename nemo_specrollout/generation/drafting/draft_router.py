@@ -371,7 +371,10 @@ class DraftRouter:
         return native_s
 
     def _publish(self) -> None:
-        """Copies the first tensor-parallel rank's drafts to all ranks. Shows the `SpeculationPolicy` the newest `Spread`."""
+        """Copies the drafts of the first tensor-parallel rank to all ranks.
+
+        Also tells the `SpeculationPolicy` how probably the newest drafts are accepted (`Spread`).
+        """
         copy_first_rank(self.board.shared)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))

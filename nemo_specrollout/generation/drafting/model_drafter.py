@@ -38,9 +38,9 @@ _POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_
 class ModelDrafter(Drafter):
     """Lets vLLM's speculator draft, or only read the new tokens, as the `SpeculationPolicy` plans.
 
-    Owns the record of which requests the speculator follows. It follows a request from the first token on or not at all,
-    because tokens that it has not read would leave a gap in its KV cache. It does not run in engine steps in which it follows
-    no request.
+    Owns the record of which requests the speculator follows. The speculator follows a request from the first token on or not
+    at all, because tokens that it has not read would leave a gap in its KV cache. It runs only in engine steps in which it
+    follows a request.
     """
 
     has_weights = True

@@ -28,21 +28,21 @@ class GivenIdentity:
     seed: int | None = None
     """Seed of the request's noise."""
     prompt_index: int | None = None
-    """If there is no `seed`, the seed of the request's noise is derived from `prompt_index`, `sample_index` and
-    `policy_version`."""
+    """Number of the prompt. If there is no `seed`, the seed of the request's noise is derived from `prompt_index`,
+    `sample_index` and `policy_version`."""
     sample_index: int | None = None
     policy_version: int | None = None
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     prompt_length: int | None = None
-    """Number of tokens at the beginning of the prompt that determine the request's group. Requests with the same ones are a
-    group. If the number exceeds the prompt's length, all of the prompt's tokens count."""
+    """Number of tokens at the beginning of the prompt that determine the request's group. Requests that begin with the same
+    tokens are a group. If the number exceeds the prompt's length, all of the prompt's tokens count."""
     engine_seed: int | None = None
-    """Takes the place of the engine's own seed, so that all engines sample alike."""
+    """Seed that takes the place of the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
     """Text that is expected after the prompt, as int32 numbers."""
     branches: bytes = b""
-    """Other texts that may follow the prompt instead, packed by `ahead_branches.pack`."""
+    """Other texts that may follow the prompt instead of `ahead`, packed by `ahead_branches.pack`."""
     ties: int | None = None
     """Number under which the engine keeps the request's near-ties, or None if they are not needed. Two requests that run at
     once in an engine must have different numbers."""

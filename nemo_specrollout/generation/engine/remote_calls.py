@@ -90,18 +90,19 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of the requests with these names, by name. Those that were returned before are left out.
+        """Returns score gaps and runners-up of the requests with these names, by name, so that near-ties can be found.
 
-        A near-tie is a token whose score is hardly higher than the second-best one. Ranks other than the output rank return
-        None. The name of a request is the number that it has as `ties` in its identity. The value for a name is a tuple. Its
-        first element is the index of a token, counted from the beginning of the prompt. Then come the bytes of two arrays for
-        that token and those after it. These are the score gaps (float16) and the second-best tokens (int32). A score gap is
-        the difference in nats between the best and the second-best score with noise. It is infinite if no other token was
-        possible. The last elements may belong to tokens that vLLM returns later, or that it drops because the request has
-        ended. After a preemption, elements that were returned before may be returned again.
+        The name of a request is the number `ties` in its identity. The value for a name is a tuple about the sampled tokens
+        that no earlier call has returned. It has three elements:
 
-        If a request has ended, the call forgets its name. Unknown names are left out of the result. The call waits for the
-        engine steps that are running.
+        1. The index of the first of these tokens, counted from the beginning of the prompt.
+        2. The bytes of an array with each token's score gap in nats, float16. It is infinite if no other token was possible.
+        3. The bytes of an array with each token's runner-up, the token with the second-best score, int32.
+
+        The last elements of the arrays may belong to tokens that vLLM returns later, or drops because the request has ended.
+        After a preemption, some tokens may be returned again. If a request has ended, the call forgets its name. Unknown names
+        are left out of the result. Ranks other than the output rank return None. The call waits for the engine steps that are
+        running.
         """
         raise NotImplementedError
 

@@ -51,7 +51,7 @@ class WatchedOutput(AsyncModelRunnerOutput):
 class _PausingMixin:
     """Extends vLLM's scheduler. It schedules no drafts during a pause, and limits the number of drafts in an engine step.
 
-    A pause lasts while the outputs of engine steps are marked (`mark_paused`). The limit is divided equally among the requests.
+    A pause lasts while the outputs of engine steps are marked (`mark_paused`). The limit is divided equally among requests.
     """
 
     _is_paused = False

@@ -67,8 +67,8 @@ class HostCopy:
     """A copy on the host of a device tensor's values. On a GPU these values are one engine step old.
 
     Owns two host buffers, of which one is read while the other is written. Call `refresh()` in each engine step. On a GPU,
-    `values` then has the tensor's values from the previous refresh. On a CPU it has the present ones. A refresh waits for the
-    copy that the previous refresh has started. That copy has usually arrived long ago.
+    `values` then has the tensor's values from the previous refresh, and on a CPU the present values. A refresh waits for the
+    copy that the previous refresh has started, which has usually arrived long ago.
     """
 
     def __init__(self, source: torch.Tensor, is_late: bool | None = None) -> None:

@@ -69,13 +69,13 @@ def refused_as_by_vllm() -> Iterator[None]:
 class RolloutSamplingParams(SamplingParams):
     """vLLM's `SamplingParams`, with checks that allow min-p and logit bias together with drafts.
 
-    This package's sampler supports that, and vLLM's own does not. vLLM calls these checks before it admits a request. So every
-    version of vLLM refuses a bad request.
+    This package's sampler supports min-p and logit bias with drafts, and vLLM's own does not. Every version of vLLM calls the
+    checks before it admits a request. So a bad request never reaches the engine.
     """
 
     @classmethod
     def of(cls, params: SamplingParams) -> "RolloutSamplingParams":
-        """Returns a copy of `params` in this class, including the values that vLLM has derived from other values."""
+        """Returns `params` as an object of this class. Values that vLLM has derived from other values are copied too."""
         copied = cls.__new__(cls)
         for name in params.__struct_fields__:
             setattr(copied, name, getattr(params, name))

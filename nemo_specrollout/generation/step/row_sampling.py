@@ -121,9 +121,9 @@ class RowSampler(Sampler):
         self.needs_logits_processing[req_idx] |= self._divides_S[req_idx]
 
     def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
-        """Adds a request to vLLM's `SamplingStates`. Returns whether the request has top-k, top-p or min-p.
+        """Adds a request to vLLM's `SamplingStates`. Returns whether it is sampled with top-k, top-p or min-p.
 
-        vLLM's own method also returns true for a temperature, and this one does not.
+        vLLM's own method also returns true if the logits must be divided by a temperature, and this one does not.
         """
         sampling = self.sampling_states
         is_changed = self._add_state(req_idx, sampling_params)
@@ -172,9 +172,9 @@ class RowSampler(Sampler):
     ) -> Drawn:
         """Samples the rows of an engine step, and accepts those of its `drafts` that equal the sampled tokens.
 
-        Most arguments are as for vLLM's `apply_sampling_params`. But `input_ids` is a function that returns the tokens that the
-        rows have read. It is called only if a request of the batch has other sampling parameters than a temperature. So other
-        engine steps save the time to gather these tokens.
+        Most arguments are as for vLLM's `apply_sampling_params`. But `input_ids` is a function that returns the tokens read by
+        the rows. It is called only if a request of the batch has other sampling parameters than a temperature. So other engine
+        steps save the time to gather these tokens.
         """
         sampling = self.sampling_states
         graded = None

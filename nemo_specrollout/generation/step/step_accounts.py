@@ -101,10 +101,10 @@ class StepAccounts:
         return totals
 
     def plain_step_s(self) -> np.ndarray | None:
-        """Returns the seconds of an engine step without drafts, by its number of requests, float64.
+        """Returns the seconds of engine steps without drafts, float64. Element n is for a step of n requests.
 
-        Returns None while they are unknown. The requests are assumed to have contexts of a mean length, which is the mean over
-        the engine steps since the last call of `totals`.
+        The requests are assumed to have texts of a mean length, which is the mean over the engine steps since the last call of
+        `totals`. Returns None while the times are unknown.
         """
         costs = self.step_model.costs()
         if costs is None:
