@@ -325,7 +325,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """Ends a training step. Returns `StepEnd` as a dict, or None on ranks other than the output rank.
 
-        It contains the statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
+        `StepEnd` has the statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
         """
         if not is_output_rank():
             return None
@@ -381,10 +381,10 @@ class VllmWorkerMixin(WorkerCalls):
         router.monitor.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a feature store. Returns an error as text instead of raising it, or None.
+        """Writes captured features to a feature store. Returns None, or the text of an error.
 
-        A full disk must not stop an engine. `place` has the arguments of `FeatureCapture.store`. No other engine may write
-        there.
+        The error is not raised, because a full disk must not stop an engine. `place` has the arguments of
+        `FeatureCapture.store`. No other engine may write to the same place.
         """
         try:
             if self._capture is not None:
@@ -394,7 +394,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_save_teacher(self, file: str) -> str | None:
-        """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
+        """Writes the policy's LM head and embedding to `file`. Returns None, or the text of an error.
 
         It must be called on all tensor-parallel ranks.
         """

@@ -142,7 +142,7 @@ class WarmStart:
     def _apply(self, state: Any) -> None:
         """Lets all parts of the engine take over a `state` from a file.
 
-        Raises ValueError if a part of the state does not fit. Then the engine has taken over nothing.
+        Raises ValueError if a part of the state does not fit. Then no part of the engine has changed.
         """
         learning = self._learning
         policy = learning.router.policy

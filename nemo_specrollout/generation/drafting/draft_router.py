@@ -62,7 +62,7 @@ class DraftRouter:
     def __init__(
         self, config: SpecrolloutConfig, runner: Any, depth_of: Callable[[Any], DraftDepth] = DraftDepth
     ) -> None:
-        """`runner` is vLLM's model runner. `depth_of` returns the object that asks its speculator for a number of drafts."""
+        """`runner` is vLLM's model runner. `depth_of` makes the object that asks the speculator for a number of drafts."""
         self._depth_of = depth_of
         self._states = runner.req_states
         self._device = runner.device

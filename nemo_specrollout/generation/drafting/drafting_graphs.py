@@ -120,8 +120,8 @@ class DraftingGraphs:
     ) -> None:
         """Writes the inputs of an engine step to the buffers. The host does not wait for the device.
 
-        `outcomes` are the numbers of sampled tokens and of rejected drafts of each request, int32 [B] each. The other
-        arguments are as in `StepInputs`.
+        `outcomes` tells for each request how many tokens were sampled and how many of its drafts were rejected, int32 [B]
+        each. The other arguments are as in `StepInputs`.
         """
         num = len(slots_B)
         self._size = self._size_of[num]

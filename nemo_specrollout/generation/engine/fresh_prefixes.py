@@ -152,7 +152,7 @@ class FreshPrefixes:
     """
 
     def __init__(self, llm: Any, generate: Generate, salt: CacheSalt) -> None:
-        """`generate` is the original method of vLLM's `AsyncLLM` object `llm`."""
+        """`generate` is the method of `llm`, vLLM's `AsyncLLM`, that this object's method `generate` replaces."""
         self._llm = llm
         self._generate = generate
         self._salt = salt
@@ -162,9 +162,10 @@ class FreshPrefixes:
         self._waiting: list[Future[None]] = []
 
     async def change_begins(self) -> None:
-        """Begins a change of the weights. Removes the requests that have sampled no token yet from vLLM, and waits for that.
+        """Begins a change of the weights. From now on, no request starts until `change_ends` is called.
 
-        From now until `change_ends`, no request starts. The removed requests start again after it.
+        Removes from vLLM all requests that have sampled no token yet, and waits until they are gone. They start again after
+        the change.
         """
         with self._lock:
             self._is_changing = True
@@ -175,7 +176,7 @@ class FreshPrefixes:
         await asyncio.gather(*(asyncio.wrap_future(attempt.left) for attempt in early))
 
     def change_ends(self) -> None:
-        """Ends a change of the weights, which have all arrived or whose update has failed. Starts the waiting requests."""
+        """Ends a change of the weights, even if the update has failed, and starts the waiting requests."""
         with self._lock:
             self._is_changing = False
             waiting = self._waiting

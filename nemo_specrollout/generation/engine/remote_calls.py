@@ -27,8 +27,8 @@ class WorkerCalls:
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """Ends a training step, and keeps what the engine has learned.
 
-        Returns `StepEnd` (telemetry/sample_stats.py) as a dict, or None on ranks other than the output rank. It contains the
-        statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
+        Returns `StepEnd` (telemetry/sample_stats.py) as a dict, which contains the statistics of the requests with these
+        `seeds`. If `seeds` is None, these are all requests that have ended. Ranks other than the output rank return None.
         """
         raise NotImplementedError
 
@@ -75,15 +75,15 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a feature store. Returns an error as text instead of raising it, or None.
+        """Writes captured features to a feature store. Returns None, or the text of an error.
 
-        A full disk must not stop an engine. `place` has the arguments of `FeatureCapture.store`. No other engine may write
-        there.
+        The error is not raised, because a full disk must not stop an engine. `place` has the arguments of
+        `FeatureCapture.store`. No other engine may write to the same place.
         """
         raise NotImplementedError
 
     def specrollout_save_teacher(self, file: str) -> str | None:
-        """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
+        """Writes the policy's LM head and embedding to `file`. Returns None, or the text of an error.
 
         It must be called on all tensor-parallel ranks.
         """
@@ -181,7 +181,10 @@ class EngineActorCalls:
         raise NotImplementedError
 
     def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
-        """Gives the engine the texts made ahead for rows that it will decode, by seed, as `TextAhead` (run_ahead/texts.py)."""
+        """Gives the engine the texts made ahead for rows that it will decode.
+
+        `texts` has a `TextAhead` (run_ahead/texts.py) for the seed of each row.
+        """
         raise NotImplementedError
 
     def specrollout_take_kept(self) -> Any:

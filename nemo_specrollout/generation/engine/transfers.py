@@ -25,7 +25,7 @@ def is_output_rank() -> bool:
 
 
 def agreed(decision: Any) -> Any:
-    """Returns, on all tensor-parallel ranks, the value that the first one has passed as `decision`.
+    """Returns the `decision` of the first tensor-parallel rank on all tensor-parallel ranks.
 
     All ranks must call this. It is needed if a decision depends on a clock, because all ranks must decide alike.
     """

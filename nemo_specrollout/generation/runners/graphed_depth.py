@@ -65,7 +65,7 @@ class GraphedDepth(DraftDepth):
     def _forward(self, depth: int) -> Callable[..., None]:
         """Returns the function that a graph of `depth` positions records.
 
-        It calls vLLM's function with this depth. vLLM itself would call it with the largest depth.
+        The returned function calls vLLM's function with `depth`, although vLLM asks for the largest depth.
         """
         generate = self._speculator._generate_fused_drafts
 

@@ -29,7 +29,10 @@ class BlockDepth(DraftDepth):
 
 
 class FullDepth(DraftDepth):
-    """Makes any other speculator before 0.32 draft all positions or none, such as one with several MTP modules."""
+    """Makes a speculator before 0.32 that fits neither `BlockDepth` nor `LoopDepth` draft all positions or none.
+
+    An example is a speculator with several MTP modules.
+    """
 
     @property
     def least(self) -> int:
@@ -45,9 +48,9 @@ class FullDepth(DraftDepth):
 
 
 class LoopDepth(GraphedDepth):
-    """Makes a speculator before 0.32 that drafts one position after another draft only a given number of positions.
+    """Limits a speculator before 0.32, which drafts one position after another, to a given number of positions.
 
-    Sets the speculator's number of positions for the pass, and then sets it back to the largest. vLLM needs the largest
+    Sets the speculator's number of positions before a pass, and sets it back to the largest afterwards. vLLM needs the largest
     number when it profiles the speculator and captures its CUDA graphs.
     """
 

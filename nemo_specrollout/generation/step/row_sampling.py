@@ -201,7 +201,8 @@ class RowSampler(Sampler):
     def sample(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples rows by vLLM's code, in an engine step that `draw_rows` cannot handle, and keeps their near-ties.
 
-        It takes the arguments of vLLM's method, whose order differs between versions, and returns the same.
+        The arguments are those of vLLM's method, whose order differs between versions, and the results are those of vLLM's
+        method too.
         """
         sampled, processed = super().sample(*arguments, **options)
         if self.near_ties is not None:

@@ -49,7 +49,7 @@ class VerificationBudget(AdaptiveVerificationManager):
 
         torch.compile makes separate variants for one and for several requests, and for keeping one draft and several drafts.
         This method calls the function once for each variant. Some sizes happen to be equal in these calls. So torch.compile is
-        told not to assume that equal sizes are always equal.
+        told not to assume that these sizes are always equal.
         """
         device = self._confidence_probs.device
         width = self.num_speculative_steps
