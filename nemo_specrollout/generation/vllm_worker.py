@@ -157,7 +157,7 @@ class VllmWorkerMixin(WorkerCalls):
         super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Wakes up vLLM's worker and then the drafters. A head's canary restarts, because its weights may be reloaded."""
+        """Wakes up vLLM's worker and then the drafters. The canary begins anew, because the head's weights may be reloaded."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None:
             self.specrollout_router.woke_up()
@@ -325,7 +325,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """Ends a training step. Returns `StepEnd` as a dict, or None on ranks other than the output rank.
 
-        It contains the statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
+        `StepEnd` has the statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
         """
         if not is_output_rank():
             return None
@@ -372,7 +372,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the draft head in `folder`, and starts its canary with the acceptance that was measured on held-out texts."""
+        """Loads the draft head in `folder`. Its canary begins with the acceptance length `expected_length`, if it is known."""
         router = self.specrollout_router
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
@@ -381,10 +381,10 @@ class VllmWorkerMixin(WorkerCalls):
         router.monitor.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a feature store. Returns an error as text instead of raising it, or None.
+        """Writes captured features to a feature store. Returns None, or the text of an error.
 
-        A full disk must not stop an engine. `place` has the arguments of `FeatureCapture.store`. No other engine may write
-        there.
+        The error is not raised, because a full disk must not stop an engine. `place` has the arguments of
+        `FeatureCapture.store`. No other engine may write to the same place.
         """
         try:
             if self._capture is not None:
@@ -394,7 +394,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_save_teacher(self, file: str) -> str | None:
-        """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
+        """Writes the policy's LM head and embedding to `file`. Returns None, or the text of an error.
 
         It must be called on all tensor-parallel ranks.
         """
@@ -407,7 +407,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of these early requests, by name and packed. Those that were returned before are left out."""
+        """Returns `Ties.packed` of each of these early requests, by name, without near-ties that were returned before."""
         if not is_output_rank():
             return None
         ties = self.specrollout_ties

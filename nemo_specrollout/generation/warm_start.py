@@ -80,7 +80,7 @@ class WarmStart:
         return f"began with the rates and step times of {found.saved} after {found.num_steps:,} steps"
 
     def begin(self) -> None:
-        """Reads the engine's file if there is one that fits, and lets the engine take over its content."""
+        """Reads the engine's file, if there is one that fits this engine, and lets the engine take over the content."""
         if self._file is None:
             return
         self._found = agreed(self._file.read() if is_output_rank() else None)
@@ -92,9 +92,10 @@ class WarmStart:
             self._found = self._file.unfit(str(error))
 
     def loaded_head(self, folder: Path) -> None:
-        """Notes that the draft head now has the weights in `folder`, about which the engine has learned nothing yet.
+        """Notes that the draft head now has the weights in `folder`.
 
-        If the engine has made no engine step yet and its file is about these weights, it takes over the file's content again.
+        If the engine's file was written with these weights and no engine step was made yet, the engine takes over the content
+        of the file once more. This time it includes what the file says about the head.
         """
         self._weights = agreed(weights_digest(folder))
         found = self._found
@@ -141,7 +142,7 @@ class WarmStart:
     def _apply(self, state: Any) -> None:
         """Lets all parts of the engine take over a `state` from a file.
 
-        Raises ValueError if a part does not fit. Then no part has changed.
+        Raises ValueError if a part of the state does not fit. Then no part of the engine has changed.
         """
         learning = self._learning
         policy = learning.router.policy
@@ -168,7 +169,8 @@ class WarmStart:
 def _tables_of(state: Any, now: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the draft board's tables about one drafter from a file's `state`, float64 arrays by name.
 
-    Raises Unfit if their names or shapes differ from those of `now`, or if a number cannot be a sum or a rate.
+    `now` has the present tables of the same drafter. Raises Unfit if the file's tables have other names or shapes than these,
+    or have impossible numbers, such as a negative count.
     """
     if not isinstance(state, Mapping) or set(state) != set(now):
         raise Unfit("a drafter has other tables")

@@ -13,7 +13,7 @@ import torch
 
 
 class DraftDepth:
-    """Asks vLLM's speculator for up to K draft tokens of each request. This number is called the depth.
+    """Asks vLLM's speculator for a given number of draft tokens for each request, from 0 to K. The number is the depth.
 
     This class is for vLLM 0.32 and later, where the speculator's `propose` takes a depth.
     """

@@ -62,7 +62,7 @@ class DraftRouter:
     def __init__(
         self, config: SpecrolloutConfig, runner: Any, depth_of: Callable[[Any], DraftDepth] = DraftDepth
     ) -> None:
-        """`runner` is vLLM's model runner. `depth_of` returns the object that asks its speculator for a number of drafts."""
+        """`runner` is vLLM's model runner. `depth_of` makes the object that asks the speculator for a number of drafts."""
         self._depth_of = depth_of
         self._states = runner.req_states
         self._device = runner.device
@@ -115,7 +115,7 @@ class DraftRouter:
     def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
         """Returns the drafter that the block's entry `drafter` describes.
 
-        For some kinds it also sets the attribute of the router by which the vLLM worker calls the drafter.
+        Some kinds of drafters are also called by the vLLM worker. They are then kept in an attribute of the router as well.
         """
         if isinstance(drafter, HistoryDrafterConfig):
             if not is_output_rank() or not config.learned.history or config.learned.folder is None:
@@ -189,10 +189,10 @@ class DraftRouter:
             self._graphs = graphs if graphs.capture() else None
 
     def _parts(self, max_new: int) -> dict[str, Part]:
-        """Returns the functions that launch the parts of drafting which CUDA graphs replay, by name.
+        """Returns the parts of drafting that CUDA graphs replay. They are functions that launch the kernels, by name.
 
-        A graph cannot record drafters that are not `is_recordable`. If there are any, drafting has two parts, and these
-        drafters propose between them. `max_new` is the largest number of new tokens of a text that a graph can read.
+        Some drafters cannot be recorded in a CUDA graph. If the engine has one of these, there are two parts, and the drafters
+        propose between the parts. `max_new` is the largest number of new tokens of a text that a graph can read.
         """
         asked = [(self._drafters[i], self._proposals[i]) for i in self._asked]
 
@@ -289,7 +289,8 @@ class DraftRouter:
     def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
         """Lets the drafters rest in this engine step, so that nothing is proposed.
 
-        The first step of a rest still finds out which of the drafts that were submitted one step before were right.
+        Even so, the first step of a rest learns which drafts of the step before were accepted. `was_idle` tells that the
+        drafters rested already in the step before.
         """
         if not was_idle:
             self.board.observe(texts, *outcomes, self._step, self._learning, 0)
@@ -300,8 +301,9 @@ class DraftRouter:
     def can_skip(self, batch: Any, num_scheduled: int | None) -> bool:
         """Returns whether an engine step can run without vLLM's speculator, because the drafters rest and go on resting.
 
-        Such a step has no drafts and makes none for the next step (`num_scheduled` is 0). No participant needs to see its
-        tokens.
+        Such a step has no drafts to verify and makes none for the next step. No participant needs to see the tokens that the
+        step samples. `num_scheduled` is the number of draft tokens that vLLM wants for each request of the next step, or None
+        if vLLM does not say.
         """
         if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
             return False
@@ -369,7 +371,10 @@ class DraftRouter:
         return native_s
 
     def _publish(self) -> None:
-        """Copies the first tensor-parallel rank's drafts to all ranks. Shows the `SpeculationPolicy` the newest `Spread`."""
+        """Copies the drafts of the first tensor-parallel rank to all ranks.
+
+        Also tells the `SpeculationPolicy` how probably the newest drafts are accepted (`Spread`).
+        """
         copy_first_rank(self.board.shared)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))

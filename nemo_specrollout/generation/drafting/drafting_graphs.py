@@ -53,7 +53,7 @@ the host."""
 def graph_sizes(most_requests: int) -> list[int]:
     """Returns the batch sizes for which graphs are recorded, ascending.
 
-    A batch is padded to the next of these sizes, which adds less than half of its own size.
+    A batch of another size is padded to the next of these sizes. The padding is less than half of the batch.
     """
     sizes = {1, 2, most_requests}
     size = 4
@@ -120,8 +120,8 @@ class DraftingGraphs:
     ) -> None:
         """Writes the inputs of an engine step to the buffers. The host does not wait for the device.
 
-        `outcomes` are the numbers of sampled tokens and of rejected drafts of each request, int32 [B] each. The other
-        arguments are as in `StepInputs`.
+        `outcomes` tells for each request how many tokens were sampled and how many of its drafts were rejected, int32 [B]
+        each. The other arguments are as in `StepInputs`.
         """
         num = len(slots_B)
         self._size = self._size_of[num]

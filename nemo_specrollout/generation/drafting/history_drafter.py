@@ -81,7 +81,7 @@ class _Copied:
     """Index of the first token that was copied of each text."""
     tokens_NL: torch.Tensor
     lengths_N: torch.Tensor
-    """Number of tokens of each text, including those before `base`."""
+    """Number of tokens of each whole text, including the tokens before index `base`, which were not copied."""
     arrived: Any
     """CUDA event that is recorded after the copies, or None on a CPU."""
 
@@ -254,7 +254,7 @@ class HistoryDrafter(Drafter):
     def _copies(self, slots: Sequence[int]) -> Iterator[tuple[_Copied, Sequence[int]]]:
         """Starts to copy the texts in `slots` to the host, at most `COPIED` at a time. Yields each copy and the slots in it.
 
-        All texts of a copy begin at the same index, which is the smallest `first` of its requests.
+        All texts of a copy begin at the same index, so that for each of its requests all tokens to keep are copied.
         """
         states = self._states
         is_cuda = self._device.type == "cuda"

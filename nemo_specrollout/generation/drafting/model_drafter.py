@@ -38,9 +38,9 @@ _POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_
 class ModelDrafter(Drafter):
     """Lets vLLM's speculator draft, or only read the new tokens, as the `SpeculationPolicy` plans.
 
-    Owns the record of which requests the speculator follows. It follows a request from the first token on or not at all,
-    because tokens that it has not read would leave a gap in its KV cache. It does not run in engine steps in which it follows
-    no request.
+    Owns the record of which requests the speculator follows. The speculator follows a request from the first token on or not
+    at all, because tokens that it has not read would leave a gap in its KV cache. It runs only in engine steps in which it
+    follows a request.
     """
 
     has_weights = True
@@ -122,7 +122,7 @@ class ModelDrafter(Drafter):
         self.is_allowed = True
 
     def timed(self) -> list[tuple[tuple[int, int, int], float]]:
-        """Returns the times of the speculator's passes in pure decode steps, as far as they became known since the last call.
+        """Returns the times of the speculator's passes in pure decode steps that became known since the last call.
 
         Each entry has a tuple and the seconds of the pass. The tuple has the number of tokens that the speculator has read,
         the number of requests, and the number of tokens that were drafted for each request.
@@ -130,7 +130,10 @@ class ModelDrafter(Drafter):
         return self._timer.finished()
 
     def plan(self, depth: int) -> None:
-        """Sets how many tokens the speculator drafts for each request. A dormant drafter stops following all requests."""
+        """Sets how many tokens the speculator drafts for each request.
+
+        If the drafter has become dormant, it also stops following all requests.
+        """
         self.depth = depth
         if self.is_dormant:
             self._was_dormant = True
@@ -273,9 +276,9 @@ def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
 
 
 def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the logits for draft tokens, and the policy's token id for each column of them.
+    """Returns the logits for draft tokens, and the policy's token id for each column of the logits.
 
-    Instead of the token ids it returns None if column v is token v.
+    The ids are None if the drafter has the policy's whole vocabulary, so that column v is token v.
     """
     model: Any = getattr(speculator, "model", None)
     token_ids = _reduced_vocabulary(model)

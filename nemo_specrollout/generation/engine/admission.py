@@ -2,9 +2,9 @@
 """Refuses bad requests in the caller's process, where vLLM admits requests, before they reach an engine core.
 
 From 0.32 on, an engine of vLLM shows each request to the class method `validate_params` of its logits processors. This is
-vLLM's own place for such checks. So it covers `LLM`, `AsyncLLM` and the OpenAI server, which answers with status 400.
-`arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no logits processors on the V2 model runner.
-With them, `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
+vLLM's own place for such checks. So the checks cover `LLM`, `AsyncLLM` and the OpenAI server, which answers with status 400.
+`arguments.with_specrollout` names `RequestCheck` to vLLM. Versions before 0.32 take no logits processors on the V2 model
+runner. There `RolloutSamplingParams` checks the requests of NeMo-RL, and the vLLM worker survives other bad requests.
 
 vLLM hides the GPUs from the process while it imports this module, so the module must import nothing that needs one.
 """

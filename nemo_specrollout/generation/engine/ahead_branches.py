@@ -24,7 +24,7 @@ class AheadBranch(NamedTuple):
     position: int
     """Index in the response of the first token that is not the parent's."""
     text: bytes
-    """The tokens from that position on, as int32 numbers."""
+    """The branch's own tokens, which come from `position` on, as int32 numbers."""
 
 
 def pack(branches: Iterable[AheadBranch]) -> bytes:
@@ -55,9 +55,9 @@ def unpack(packed: bytes) -> tuple[AheadBranch, ...]:
 
 
 def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
-    """Returns the text made ahead and all of its branches as whole texts, int32 arrays.
+    """Returns whole texts as int32 arrays. The first is the text made ahead, and its branches follow in their order.
 
-    Each branch begins with the tokens of its parent.
+    The array of a branch begins with the tokens that the branch shares with its parent.
     """
     paths = [np.frombuffer(text, np.int32)]
     for branch in branches:
@@ -69,7 +69,7 @@ def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
 def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[AheadBranch, ...]:
     """Returns branches for a request whose prompt already contains the first `num_tokens` tokens of the response.
 
-    If a branch begins within these tokens, the result keeps only those of its tokens that come after them.
+    If a branch begins within these tokens, its part of them is cut off, and the rest of the branch is kept.
     """
     left = []
     for branch in branches:
@@ -83,12 +83,12 @@ def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[Ahea
 def begun_again(
     made: Sequence[int], text: bytes, branches: Sequence[AheadBranch]
 ) -> tuple[bytes, tuple[AheadBranch, ...]]:
-    """Returns the text made ahead and the branches for a request that starts over, so that nothing generated for it is lost.
+    """Returns a new text made ahead and its branches for a request that starts over, so that nothing made for it is lost.
 
-    The request has generated the tokens `made`, and has carried `text` and `branches` until now. A path is `text` or one of
-    the branches as a whole text. The new text is `made`, continued by the rest of that path which agrees with `made` longest.
-    The other paths become branches, which begin where they differ from the new text. At most `len(branches)` of them are kept,
-    which are those that differ last.
+    The request has generated the tokens `made`, and has carried `text` and `branches` until now. Both are compared with `made`
+    as whole texts. The one that agrees with `made` longest is continued: the new text is `made` and then the rest of this
+    whole text. The other whole texts become branches of the new text, the one that agrees with it longest first. No more than
+    `len(branches)` branches are kept.
     """
     paths = paths_of(text, branches)
     own = np.array(made, np.int32)

@@ -246,7 +246,8 @@ def _num_slots(arguments: Mapping[str, Any], abilities: VllmAbilities) -> int:
 def _draft_rows(arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> int:
     """Returns the largest number of draft tokens that all requests of an engine step may have together.
 
-    If these do not suffice for `block.most_drafts` in every slot, the user's `max_num_batched_tokens` limits them further.
+    The number comes from the block. If it is too small for all requests to have `block.most_drafts` drafts at once, the
+    user's `max_num_batched_tokens` may lower it further.
     """
     num_slots = _num_slots(arguments, abilities)
     rows = block.most_draft_rows(num_slots)

@@ -72,10 +72,10 @@ def graph_bytes(policy: Mapping[str, Any], num_rows: int, num_ranks: int = 1) ->
     `policy` is the content of the policy's config.json, and `num_rows` is the number of rows of the largest graph. Returns
     None if the config lacks a size that is needed.
 
-    All graphs share one pool of memory, which must hold what the largest graph computes for a layer. For a dense model in
-    bfloat16 these are hidden states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of the
-    memory. Within graphs it keeps partial outputs in float32 for up to 32 splits of each text. When an engine starts, vLLM
-    measures the memory of its graphs, and makes the KV cache smaller by that.
+    The estimate is for a dense model in bfloat16. All graphs share one pool of memory, which must hold what the largest graph
+    computes for a layer. This includes hidden states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs
+    most of the memory, because within graphs it keeps partial outputs in float32 for up to 32 splits of each text. When an
+    engine starts, vLLM measures the memory of its graphs, and makes the KV cache smaller by this amount.
     """
     policy = text_config(policy)
     try:

@@ -152,7 +152,7 @@ class FreshPrefixes:
     """
 
     def __init__(self, llm: Any, generate: Generate, salt: CacheSalt) -> None:
-        """`generate` is the original method of vLLM's `AsyncLLM` object `llm`."""
+        """`generate` is the method of `llm`, vLLM's `AsyncLLM`, that this object's method `generate` replaces."""
         self._llm = llm
         self._generate = generate
         self._salt = salt
@@ -162,7 +162,11 @@ class FreshPrefixes:
         self._waiting: list[Future[None]] = []
 
     async def change_begins(self) -> None:
-        """Notes that new weights are coming. When this returns, every request in vLLM has sampled at least one token."""
+        """Begins a change of the weights. From now on, no request starts until `change_ends` is called.
+
+        Removes from vLLM all requests that have sampled no token yet, and waits until they are gone. They start again after
+        the change.
+        """
         with self._lock:
             self._is_changing = True
             self._salt.renew()
@@ -172,7 +176,7 @@ class FreshPrefixes:
         await asyncio.gather(*(asyncio.wrap_future(attempt.left) for attempt in early))
 
     def change_ends(self) -> None:
-        """Notes that all new weights have arrived or that the update has failed, and starts the waiting requests."""
+        """Ends a change of the weights, even if the update has failed, and starts the waiting requests."""
         with self._lock:
             self._is_changing = False
             waiting = self._waiting
@@ -233,7 +237,10 @@ class FreshPrefixes:
             attempt.left.set_result(None)
 
     def _has_sampled(self, request_id: str) -> bool:
-        """Returns whether every sample of a request has at least one token, even if vLLM yields no output before the end."""
+        """Returns whether every sample of a request has at least one token.
+
+        This is also known for requests whose output vLLM yields only at the end.
+        """
         outputs = self._llm.output_processor
         samples = [outputs.request_states.get(sample) for sample in list(outputs.external_req_ids.get(request_id, ()))]
         return bool(samples) and not any(sample is not None and sample.is_prefilling for sample in samples)

@@ -107,9 +107,8 @@ class HostedEngine:
     def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
         """Queues requests and returns their ids.
 
-        `sampling` must be empty. Only a subclass may allow it to override sampling parameters of the requests.
-
-        If vLLM refuses one of the requests, its error is raised and none of the requests is queued.
+        `sampling` must be empty here, because each request has its own sampling parameters. A subclass may accept parameters
+        that override these. If vLLM refuses one of the requests, vLLM's error is raised and none of the requests is queued.
         """
         ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
         self._num_requests += len(requests)

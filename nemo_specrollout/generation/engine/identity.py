@@ -28,24 +28,24 @@ class GivenIdentity:
     seed: int | None = None
     """Seed of the request's noise."""
     prompt_index: int | None = None
-    """If there is no `seed`, the seed of the request's noise is derived from `prompt_index`, `sample_index` and
-    `policy_version`."""
+    """Number of the prompt. If there is no `seed`, the seed of the request's noise is derived from `prompt_index`,
+    `sample_index` and `policy_version`."""
     sample_index: int | None = None
     policy_version: int | None = None
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     prompt_length: int | None = None
-    """Number of tokens at the beginning of the prompt that determine the request's group. Requests with the same ones are a
-    group. If the number exceeds the prompt's length, all of the prompt's tokens count."""
+    """Number of tokens at the beginning of the prompt that determine the request's group. Requests that begin with the same
+    tokens are a group. If the number exceeds the prompt's length, all of the prompt's tokens count."""
     engine_seed: int | None = None
-    """Takes the place of the engine's own seed, so that all engines sample alike."""
+    """Seed that takes the place of the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
     """Text that is expected after the prompt, as int32 numbers."""
     branches: bytes = b""
-    """Other texts that may follow the prompt instead, packed by `ahead_branches.pack`."""
+    """Other texts that may follow the prompt instead of `ahead`, packed by `ahead_branches.pack`."""
     ties: int | None = None
-    """Name under which the request's near-ties are kept, which are tokens that newer weights may well replace. Two requests
-    that run at once in an engine must have different names."""
+    """Number under which the engine keeps the request's near-ties, or None if they are not needed. Two requests that run at
+    once in an engine must have different numbers."""
     early: bool = False
     """True for a request of a coming training step, or for a branch of a request. The statistics of samples leave out such
     requests."""
@@ -184,11 +184,11 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
     2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0).
     3. `SamplingParams.seed`. With `n > 1`, vLLM gives each sample the sum of this seed and the sample's index.
 
-    The sources 2 and 3 are combined with the engine's own seed, or with `extra_args["specrollout"]["engine_seed"]` if the
-    request has that. A request that samples greedily needs none of these sources.
+    With sources 2 and 3, the seed also depends on the engine's own seed `engine_seed`, or on the one in
+    `extra_args["specrollout"]["engine_seed"]` if the request gives one. A request that samples greedily needs no source.
 
-    Raises ValueError if another request has none of them. A seed that follows the order of arrival would make rollouts depend
-    on scheduling.
+    Raises ValueError if a request that samples at a temperature above 0 has no source. A seed that follows the order of
+    arrival would make rollouts depend on scheduling.
     """
     given = check_request(params)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)

@@ -31,7 +31,8 @@ def started(llm: Any) -> None:
 def stop(llm: Any) -> None:
     """Stops the engine of `llm`. If another engine of this process still runs, the state that they share is kept.
 
-    Only engines for which `started` was called count. All engines of a process must start and stop in the same thread.
+    Which engines run is known from `started`, so it must be called for each engine. All engines of a process must start and
+    stop in the same thread.
     """
     client = llm.llm_engine.engine_core
     _running.discard(client)

@@ -78,7 +78,7 @@ def changes_of_engine(vllm_config: Any) -> tuple[str, ...]:
 
 
 def row_params(params: Any, prompt: Any = None, changes: Iterable[str] = ()) -> RowParams:
-    """Returns those of vLLM's sampling parameters on which the tokens of a request depend.
+    """Returns the sampling parameters on which the tokens of a request depend.
 
     Args:
         params: vLLM's `SamplingParams`.

@@ -27,8 +27,8 @@ class WorkerCalls:
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """Ends a training step, and keeps what the engine has learned.
 
-        Returns `StepEnd` (telemetry/sample_stats.py) as a dict, or None on ranks other than the output rank. It contains the
-        statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
+        Returns `StepEnd` (telemetry/sample_stats.py) as a dict, which contains the statistics of the requests with these
+        `seeds`. If `seeds` is None, these are all requests that have ended. Ranks other than the output rank return None.
         """
         raise NotImplementedError
 
@@ -75,33 +75,34 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a feature store. Returns an error as text instead of raising it, or None.
+        """Writes captured features to a feature store. Returns None, or the text of an error.
 
-        A full disk must not stop an engine. `place` has the arguments of `FeatureCapture.store`. No other engine may write
-        there.
+        The error is not raised, because a full disk must not stop an engine. `place` has the arguments of
+        `FeatureCapture.store`. No other engine may write to the same place.
         """
         raise NotImplementedError
 
     def specrollout_save_teacher(self, file: str) -> str | None:
-        """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
+        """Writes the policy's LM head and embedding to `file`. Returns None, or the text of an error.
 
         It must be called on all tensor-parallel ranks.
         """
         raise NotImplementedError
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of the requests with these names, by name. Those that were returned before are left out.
+        """Returns score gaps and runners-up of the requests with these names, by name, so that near-ties can be found.
 
-        A near-tie is a token whose score is hardly higher than the second-best one. Ranks other than the output rank return
-        None. The name of a request is the number that it has as `ties` in its identity. The value for a name is a tuple. Its
-        first element is the index of a token, counted from the beginning of the prompt. Then come the bytes of two arrays for
-        that token and those after it. These are the score gaps (float16) and the second-best tokens (int32). A score gap is
-        the difference in nats between the best and the second-best score with noise. It is infinite if no other token was
-        possible. The last elements may belong to tokens that vLLM returns later, or that it drops because the request has
-        ended. After a preemption, elements that were returned before may be returned again.
+        The name of a request is the number `ties` in its identity. The value for a name is a tuple about the sampled tokens
+        that no earlier call has returned. It has three elements:
 
-        If a request has ended, the call forgets its name. Unknown names are left out of the result. The call waits for the
-        engine steps that are running.
+        1. The index of the first of these tokens, counted from the beginning of the prompt.
+        2. The bytes of an array with each token's score gap in nats, float16. It is infinite if no other token was possible.
+        3. The bytes of an array with each token's runner-up, the token with the second-best score, int32.
+
+        The last elements of the arrays may belong to tokens that vLLM returns later, or drops because the request has ended.
+        After a preemption, some tokens may be returned again. If a request has ended, the call forgets its name. Unknown names
+        are left out of the result. Ranks other than the output rank return None. The call waits for the engine steps that are
+        running.
         """
         raise NotImplementedError
 
@@ -164,21 +165,26 @@ class EngineActorCalls:
     def specrollout_run_ahead(self, *, seconds: float, after: int) -> Awaitable[bool] | bool | None:
         """Decodes the rows of coming training steps for about `seconds`, while the engine has nothing else to do.
 
-        These rows came with `specrollout_plan_ahead`. Returns whether any of them are left. A synchronous engine returns None
-        and decodes nothing if fewer than `after` calls of `generate` have ended.
+        The rows are those that `specrollout_plan_ahead` has brought. Returns whether any of them are left to decode.
+
+        `after` is the number of calls of `generate` that must have ended before. If fewer have ended, a synchronous engine
+        decodes nothing and returns None.
         """
         raise NotImplementedError
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> Any:
         """Removes the rows of coming training steps from the engine, and returns the texts that it has made for them.
 
-        The texts come as `EarlyMade` (run_ahead/early_requests.py). It is empty if no rows came with `specrollout_plan_ahead`.
-        The engine drops the prefixes that it has cached, unless `keeps_cache` is true.
+        The result is an `EarlyMade` (run_ahead/early_requests.py), which is empty if `specrollout_plan_ahead` brought no rows.
+        The engine also drops all prefixes that it has cached, unless `keeps_cache` is true.
         """
         raise NotImplementedError
 
     def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
-        """Gives the engine the texts made ahead for rows that it will decode, by seed, as `TextAhead` (run_ahead/texts.py)."""
+        """Gives the engine the texts made ahead for rows that it will decode.
+
+        `texts` has a `TextAhead` (run_ahead/texts.py) for the seed of each row.
+        """
         raise NotImplementedError
 
     def specrollout_take_kept(self) -> Any:
@@ -188,8 +194,8 @@ class EngineActorCalls:
     def specrollout_chat_prompts(self, *, requests: list[dict[str, Any]]) -> Awaitable[list[list[int] | None]]:
         """Returns the token ids of the prompt of each chat request, as the engine's HTTP server renders it.
 
-        A request has the field `messages` of OpenAI's chat requests, and `tools` and `chat_template_kwargs` if needed. The
-        result is None for a request that the server refuses. Only asynchronous engines have this call.
+        A request has the field `messages` of OpenAI's chat requests, and `tools` and `chat_template_kwargs` if needed. Instead
+        of token ids, the list has None for a request that the server refuses. Only asynchronous engines have this call.
         """
         raise NotImplementedError
 

@@ -39,7 +39,7 @@ class RolloutRequest:
     ahead: bytes = b""
     """Expected response for the drafter `ahead`, as int32 numbers. Older weights have sampled it with the same noise."""
     branches: tuple[AheadBranch, ...] = ()
-    """Other responses that are possible instead of the expected one. They differ from it from a near-tie on."""
+    """Other responses that are possible instead of the expected one (`ahead`). Each parts from its parent at a near-tie."""
     ties: int | None = None
     """Name under which the vLLM worker keeps the near-ties of the request, or None if they are not needed. A near-tie is a
     token whose score is hardly higher than the second-best score."""
@@ -49,7 +49,7 @@ class RolloutRequest:
 
     @property
     def num_ahead(self) -> int:
-        """Number of tokens of the expected response. The real response will probably be at least as long."""
+        """Number of tokens in `ahead`, the expected response. The real response will probably be at least as long."""
         return len(self.ahead) // TOKEN_BYTES
 
     def noise_seed(self, engine_seed: int) -> int:
@@ -80,8 +80,8 @@ class ShardRequest:
 class Rollout:
     """A finished response to a request.
 
-    The log-probs are those of the distribution from which the tokens were sampled. For greedy tokens they are those of
-    temperature 1.
+    `logprobs` has the log-prob of each token in the distribution from which the token was sampled. With greedy sampling it is
+    the log-prob at temperature 1.
     """
 
     token_ids: list[int]
@@ -111,7 +111,7 @@ class RequestIdentity:
     ahead: bytes = b""
     """Text that is expected after the prompt, as int32 numbers."""
     branches: tuple[AheadBranch, ...] = ()
-    """Other texts that may follow the prompt instead."""
+    """Other texts that may follow the prompt instead of `ahead`."""
     ties: int | None = None
     """Name under which the near-ties of the request are kept, or None if they are not needed. A near-tie is a token whose
     score is hardly higher than the second-best score."""
@@ -152,7 +152,7 @@ class NewRequest:
 
     @property
     def paths(self) -> list[np.ndarray]:
-        """The texts made ahead that the request carries, as int32 arrays. The expected one is first, and branches follow."""
+        """The texts made ahead that the request carries, as int32 arrays. The first is `ahead`, and its branches follow."""
         return paths_of(self.identity.ahead, self.identity.branches)
 
     @property

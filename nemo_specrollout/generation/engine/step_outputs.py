@@ -51,7 +51,7 @@ class WatchedOutput(AsyncModelRunnerOutput):
 class _PausingMixin:
     """Extends vLLM's scheduler. It schedules no drafts during a pause, and limits the number of drafts in an engine step.
 
-    A pause lasts while the outputs of engine steps are marked (`mark_paused`). All requests share the drafts that are allowed.
+    A pause lasts while the outputs of engine steps are marked (`mark_paused`). The limit is divided equally among requests.
     """
 
     _is_paused = False
@@ -105,8 +105,8 @@ class _PausingMixin:
 def build_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
     """Returns the scheduler for an engine with this vLLM config. `options` are passed to vLLM's scheduler.
 
-    An asynchronous scheduler schedules an engine step while the one before still runs. So with it, pauses begin and end one
-    step later.
+    An asynchronous scheduler schedules an engine step while the step before still runs. So it hears of a drafting pause one
+    step later, and the pause begins and ends one step later.
     """
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     return type("PausingScheduler", (_PausingMixin, base), {})(vllm_config=vllm_config, **options)

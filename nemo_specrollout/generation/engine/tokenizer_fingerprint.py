@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a fingerprint of an engine's tokenizer, so that token ids of another tokenizer are never taken for its own."""
+"""Computes a fingerprint of an engine's tokenizer, so that no engine uses token ids that another tokenizer has made."""
 
 import hashlib
 from pathlib import Path

@@ -25,7 +25,7 @@ def is_output_rank() -> bool:
 
 
 def agreed(decision: Any) -> Any:
-    """Returns, on all tensor-parallel ranks, the value that the first one has passed as `decision`.
+    """Returns the `decision` of the first tensor-parallel rank on all tensor-parallel ranks.
 
     All ranks must call this. It is needed if a decision depends on a clock, because all ranks must decide alike.
     """
@@ -36,8 +36,8 @@ def agreed(decision: Any) -> Any:
 def copy_first_rank(tensor: torch.Tensor) -> None:
     """Overwrites a tensor on the device with the values that it has on the first tensor-parallel rank.
 
-    All ranks must call this. They must verify the same drafts. Without the copy their drafts may differ, because messages from
-    remote drafters arrive at different times.
+    All ranks must call this. It is needed because all ranks must verify the same drafts, but messages from remote drafters
+    reach them at different times.
     """
     group = get_tp_group()
     if group.world_size > 1:
@@ -67,8 +67,8 @@ class HostCopy:
     """A copy on the host of a device tensor's values. On a GPU these values are one engine step old.
 
     Owns two host buffers, of which one is read while the other is written. Call `refresh()` in each engine step. On a GPU,
-    `values` then has the tensor's values from the previous refresh. On a CPU it has the present ones. A refresh waits for the
-    copy that the previous refresh has started. That copy has usually arrived long ago.
+    `values` then has the tensor's values from the previous refresh, and on a CPU the present values. A refresh waits for the
+    copy that the previous refresh has started, which has usually arrived long ago.
     """
 
     def __init__(self, source: torch.Tensor, is_late: bool | None = None) -> None:
@@ -106,7 +106,7 @@ class HostCopy:
 class StageTimer:
     """Measures the seconds of a part of an engine step, with CUDA events or on a CPU with the clock.
 
-    Owns the last 8 measurements that the GPU has not finished.
+    Owns the measurements that the GPU has not finished. Of these it keeps the last 8 at most.
 
     Example: call `timer.start()` before the part and `timer.stop(tag)` after it. In a later engine step, loop over `for tag,
     seconds in timer.finished()`.

@@ -69,13 +69,13 @@ def refused_as_by_vllm() -> Iterator[None]:
 class RolloutSamplingParams(SamplingParams):
     """vLLM's `SamplingParams`, with checks that allow min-p and logit bias together with drafts.
 
-    This package's sampler supports that, and vLLM's own does not. vLLM calls these checks before it admits a request. So every
-    version of vLLM refuses a bad request.
+    This package's sampler supports min-p and logit bias with drafts, and vLLM's own does not. Every version of vLLM calls the
+    checks before it admits a request. So a bad request is refused before it reaches the engine.
     """
 
     @classmethod
     def of(cls, params: SamplingParams) -> "RolloutSamplingParams":
-        """Returns a copy of `params` in this class, including the values that vLLM has derived from other values."""
+        """Returns `params` as an object of this class. Values that vLLM has derived from other values are copied too."""
         copied = cls.__new__(cls)
         for name in params.__struct_fields__:
             setattr(copied, name, getattr(params, name))
@@ -134,9 +134,9 @@ def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
     """Returns whether another engine can continue a request from any token.
 
     `stays` is the result of `reason_to_stay` for the request's engine. A portable request has a text prompt, a seed that is
-    the same in all engines, and sampling parameters that look at one position at a time. Stop strings, penalties, thinking
-    budgets and minimum lengths need the response from its beginning. Other entries in `extra_args` are for the user's own
-    code, which may need it too.
+    the same in all engines, and sampling parameters that look at one position at a time. So a request with stop strings,
+    penalties, a thinking budget or a minimum length is not portable, because these need the response from its beginning. A
+    request with the user's own entries in `extra_args` is not portable either, because the user's code may need the same.
     """
     if stays is not None or not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
         return False

@@ -42,15 +42,18 @@ class Before032(RunnerFamily):
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether the runner's rejection sampler `verifier` is an extension that the method `verifier` returns."""
+        """Returns whether the runner's rejection sampler is this package's, as the method `verifier` returns it."""
         return isinstance(verifier, _verifier_class())
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns an object that makes a speculator draft a given number of tokens, which its `propose` does not take."""
+        """Returns an object that makes a speculator draft a given number of tokens. vLLM's own `propose` takes no number."""
         return older_depth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the host choose the drafts that are verified. `reason` is never None with these versions of vLLM."""
+        """Lets the host choose the drafts that are verified, by calling `settle` with `reason`.
+
+        `reason` says why the host must choose them. With these versions of vLLM it is never None.
+        """
         settle(reason)
 
     def chooses_on_device(self, runner: Any) -> bool:
@@ -61,7 +64,8 @@ class Before032(RunnerFamily):
 def _verifier_class() -> type[Any]:
     """Returns this package's class of rejection sampler for the installed vLLM.
 
-    Since 0.28, vLLM has a method for the acceptance rule. Therefore the class for 0.32 works from that version on.
+    It is `EqualityVerifier` from vLLM 0.28 on, whose rejection sampler has a method for the acceptance rule that can be
+    overridden. For older versions it is `SwappingVerifier`.
     """
     if not hasattr(rejection_sampler.RejectionSampler, "_verify"):
         return SwappingVerifier

@@ -28,7 +28,7 @@ class RunnerFamily(ABC):
     def verify_names(self) -> None:
         """Raises RuntimeError unless vLLM has all names that this package must override or set so that drafts change no token.
 
-        Without this check, an override would silently have no effect if vLLM no longer calls a method of that name.
+        If a version of vLLM has renamed a method, this package's override of the old name would silently have no effect.
         """
 
     def sampler(self, native: Any) -> Any:
@@ -45,7 +45,7 @@ class RunnerFamily(ABC):
 
     @abstractmethod
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether a runner's rejection sampler is one that the method `verifier` returns."""
+        """Returns whether a runner's rejection sampler is this package's, as the method `verifier` returns it."""
 
     @abstractmethod
     def draft_depth(self, speculator: Any) -> DraftDepth:

@@ -5,11 +5,11 @@ The depth is the number of tokens that are drafted for each request. In vLLM 0.2
 CUDA graph holds all positions after the first. vLLM replays it for every depth above one, so a smaller depth would save
 nothing. Therefore this module captures additional graphs for a few depths.
 
-All graphs share vLLM's pool of memory. So their activations need no more memory than those of the deepest graph, which vLLM
-has anyway. Only the graphs themselves need more, because each contains the launches of its kernels. With the default of 8
-positions, the additional graphs of a batch size contain the launches of 11 positions, and vLLM's own graph those of 7. When
-the engine starts, vLLM measures the memory of all graphs, and makes the KV cache smaller by that. No GPU has run the
-additional graphs yet.
+All graphs share vLLM's pool of memory. So activations need no more memory than with vLLM's own graph alone, which drafts the
+most positions. Only the recorded kernel launches need more memory. With the default of 8 positions, vLLM's own graph of a
+batch size records the kernels of 7 positions, and the additional graphs together record those of 11 more. When the engine
+starts, vLLM measures the memory of all graphs, and makes the KV cache smaller by this amount. No GPU has run the additional
+graphs yet.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -49,9 +49,9 @@ class GraphedDepth(DraftDepth):
             looping.capture = self._capture_all
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns draft tokens, int64 [B, K], and how many of the K tokens of each request are new, at least `wanted`.
+        """Returns draft tokens, int64 [B, K], and how many of the K tokens of each request are new.
 
-        They come from the smallest CUDA graph that drafts at least `wanted` tokens.
+        This number is at least `wanted`, because the tokens come from the smallest CUDA graph that drafts `wanted` or more.
         """
         depth = self._depths[wanted]
         looping = self._speculator
@@ -65,7 +65,7 @@ class GraphedDepth(DraftDepth):
     def _forward(self, depth: int) -> Callable[..., None]:
         """Returns the function that a graph of `depth` positions records.
 
-        It calls vLLM's function with this depth. vLLM itself would call it with the largest depth.
+        The returned function calls vLLM's function with `depth`, although vLLM asks for the largest depth.
         """
         generate = self._speculator._generate_fused_drafts
 
@@ -101,7 +101,7 @@ class GraphedDepth(DraftDepth):
         self._depths = [next(depth for depth in captured if depth >= wanted) for wanted in range(self._most + 1)]
 
     def _capture_depth(self, depth: int) -> None:
-        """Captures CUDA graphs that draft `depth` positions, as vLLM captures those that draft all positions."""
+        """Captures CUDA graphs that draft `depth` positions, in the way in which vLLM captures graphs for all positions."""
         looping = self._speculator
         looping.on_multi_step_decode_begin(looping.max_num_reqs)
         getattr(looping, f"{_GRAPHS}{depth}").capture(
@@ -117,10 +117,10 @@ class GraphedDepth(DraftDepth):
 
 
 def graph_depths(most: int) -> list[int]:
-    """Returns the numbers of draft tokens from 0 to `most` for which there is a graph, if a graph holds all of its positions.
+    """Returns the depths from 0 to `most` that have a CUDA graph of their own, in ascending order.
 
-    If another number is wanted, the next larger one is drafted. That costs little, because a draft pass is cheap compared with
-    an engine step.
+    It is for speculators of which one graph holds all draft positions. If another depth is wanted, the next larger one is
+    drafted. This costs little, because a draft pass is cheap compared with an engine step.
     """
     depths = {0, 1, most}
     size = 2

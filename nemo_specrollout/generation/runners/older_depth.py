@@ -24,12 +24,12 @@ class BlockDepth(DraftDepth):
     """
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns draft tokens of all positions, int64 [B, K], and `wanted`, the number of each request's that count."""
+        """Returns draft tokens of all positions, int64 [B, K], and `wanted`. The first `wanted` of each request are used."""
         return self._propose(*inputs, **options), wanted
 
 
 class FullDepth(DraftDepth):
-    """Makes a speculator before 0.32 draft all positions or none, if neither `BlockDepth` nor `LoopDepth` fits it.
+    """Makes a speculator before 0.32 that fits neither `BlockDepth` nor `LoopDepth` draft all positions or none.
 
     An example is a speculator with several MTP modules.
     """
@@ -40,18 +40,18 @@ class FullDepth(DraftDepth):
         return int(self._speculator.num_speculative_steps)
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns draft tokens of all positions, int64 [B, K], and how many of each request's tokens count.
+        """Returns draft tokens of all positions, int64 [B, K], and how many of each request's tokens are used.
 
-        All of them count, or none if `wanted` is 0.
+        All of them are used, or none if `wanted` is 0.
         """
         return self._propose(*inputs, **options), self.least if wanted else 0
 
 
 class LoopDepth(GraphedDepth):
-    """Makes a speculator before 0.32 draft only a given number of positions, if it drafts one after another.
+    """Limits a speculator before 0.32, which drafts one position after another, to a given number of positions.
 
-    Between engine steps the speculator's number of positions is the largest, because vLLM needs that when it profiles the
-    speculator and captures its CUDA graphs.
+    Sets the speculator's number of positions before a pass, and sets it back to the largest afterwards. vLLM needs the largest
+    number when it profiles the speculator and captures its CUDA graphs.
     """
 
     def __init__(self, looping: Any) -> None:

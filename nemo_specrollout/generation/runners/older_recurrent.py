@@ -55,11 +55,12 @@ def read_reached_states(runner: Any) -> None:
 def with_rows_without_drafts(
     num_drafts_B: torch.Tensor, starts_B1: torch.Tensor, is_prefilling_B: torch.Tensor
 ) -> torch.Tensor:
-    """Returns numbers of drafts, int32 [B], in which decoding requests without drafts have 1 instead of -1.
+    """Returns a copy of `num_drafts_B` that says 1 for each decoding request without drafts, where vLLM has -1.
 
-    This is safe because vLLM tests only which numbers are above -1, and whether their sum is above 0. vLLM takes the number of
-    rows of each request from `starts_B1`. These are the B + 1 indices at which the rows of the B requests begin and end in the
-    engine step. All tensors are on the host.
+    `num_drafts_B` has the number of drafts of each request, int32 [B], or -1 for none. The 1 does no harm, because vLLM tests
+    only which numbers are above -1, and whether their sum is above 0. vLLM takes the number of rows of each request from
+    `starts_B1`. These are the B + 1 indices at which the rows of the B requests begin and end in the engine step. All tensors
+    are on the host.
     """
     is_plain_B = (starts_B1.diff()[: len(num_drafts_B)] == 1) & ~is_prefilling_B[: len(num_drafts_B)].cpu()
     return torch.where(is_plain_B & (num_drafts_B < 0), 1, num_drafts_B)

@@ -29,7 +29,7 @@ class OlderRowSampler(RowSampler):
     """A row sampler that reads from vLLM's sampler states whether the logits of a request need more than a temperature."""
 
     def _follow_filters(self) -> None:
-        """Raises RuntimeError unless vLLM's sampler has all states that `add_request` reads."""
+        """Checks that vLLM's sampler has all states that `add_request` reads. Raises RuntimeError if it lacks one."""
         compat.require(self, _STATES, "the sampler")
 
     def add_request(self, req_idx: int, *arguments: Any) -> None:

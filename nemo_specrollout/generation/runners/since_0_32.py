@@ -47,7 +47,7 @@ class Since032(RunnerFamily):
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
         """Lets the device choose which drafts are verified, unless vLLM objects.
 
-        It may be known only when the KV cache is made whether vLLM objects.
+        Whether vLLM objects may be known only when the KV cache is made.
         """
         install_budget(runner, router, settle, reason)
 

@@ -40,10 +40,10 @@ def sample_and_compare(
     use_fp64: bool = False,
     **_others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples each row and accepts drafts that equal the sampled tokens. Returns the results of `accept_by_equality`.
+    """Samples each row, and accepts drafts that equal the sampled tokens.
 
-    These are the tokens that each request emits, and their number. The function takes the arguments of vLLM's
-    `rejection_sample`, of which these need an explanation.
+    Returns the tokens that each request emits, and their number, as `accept_by_equality` does. The arguments are those of
+    vLLM's `rejection_sample`, which this function replaces.
 
     Args:
         target_logits: The policy's logits of all rows, after all sampling parameters including the temperature.

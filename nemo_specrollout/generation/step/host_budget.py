@@ -47,9 +47,9 @@ class HostBudget:
         self.read(HostCopy(router.board.tables.rates_SK))
 
     def read(self, known_rates: HostCopy) -> None:
-        """Reads the acceptance rates of drafts from this copy from now on.
+        """Makes `known_rates` the copy from which the host reads the acceptance rates of drafts from now on.
 
-        A test passes a copy that is one engine step old, so that a CPU behaves like a GPU.
+        Tests pass a copy that is one engine step late, so that a CPU behaves like a GPU.
         """
         self._known_rates = known_rates
 
@@ -64,9 +64,9 @@ class HostBudget:
     def trimmed(self, scheduled: Any) -> Any:
         """Returns a copy of the scheduler's output without the drafts that this engine step should not verify.
 
-        The original `scheduled` stays unchanged, because the scheduler reads it later. It is returned itself if no draft is
-        removed. With structured output no draft may be removed, because the scheduler has made a mask for each of them. If
-        vLLM returns the experts of each row, no draft may be removed either, because all rows must stay in their places.
+        If no draft is removed, it returns `scheduled` itself. It never changes `scheduled`, which the scheduler reads later.
+        With structured output no draft may be removed, because the scheduler has made a mask for each draft. If vLLM returns
+        the experts of each row, no draft may be removed either, because all rows must stay in their places.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:
@@ -92,7 +92,8 @@ class HostBudget:
     def _without(self, scheduled: Any, caps_B: np.ndarray, counts_B: np.ndarray, num_left_out: int) -> Any:
         """Returns a copy of the scheduler's output in which each request keeps the first `counts_B` of its `caps_B` drafts.
 
-        vLLM keeps these numbers in dictionaries by request id. They are built by `map` and `zip`, to avoid a loop in Python.
+        vLLM keeps the numbers of tokens in dictionaries by request id. These are built by `map` and `zip`, to avoid a loop in
+        Python.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         tokens = dict(scheduled.num_scheduled_tokens)

@@ -32,14 +32,14 @@ class Ties:
     """Score gaps and runners-up of consecutive tokens of a request. A runner-up is the token with the second-best score."""
 
     first: int
-    """Index of the first of these tokens, counted from the beginning of the prompt."""
+    """Index of the first of the consecutive tokens, counted from the beginning of the prompt."""
     gaps_N: np.ndarray
-    """Score of each token minus the second-best score at its position, float32."""
+    """Score gap of each of the tokens, float32. It is the token's score minus the second-best score at its position."""
     runners_up_N: np.ndarray
-    """Token with the second-best score at each position, int32."""
+    """Runner-up of each of the tokens, int32."""
 
     def then(self, later: "Ties") -> "Ties":
-        """Returns these near-ties up to the first token of `later`, followed by `later`."""
+        """Returns new `Ties`, which are this object's up to the first token of `later`, followed by those of `later`."""
         num_own = max(later.first - self.first, 0)
         return Ties(
             min(self.first, later.first),
@@ -161,7 +161,8 @@ class NearTies:
     def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
         """Returns the near-ties of the requests with these names, by name. Each near-tie is returned only once.
 
-        Unknown names are left out of the result. `lengths_S` is as for `close`. The call waits for the device.
+        Unknown names are left out of the result. `lengths_S` has the number of tokens of the text in each slot, int32, on the
+        device. The call waits for the device.
         """
         with gpu_sync_allowed():
             found = self._of_live([name for name in names if name in self._live], lengths_S)

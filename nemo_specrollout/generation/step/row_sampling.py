@@ -69,7 +69,10 @@ class RowSampler(Sampler):
         self._follow_filters()
 
     def _follow_filters(self) -> None:
-        """Makes vLLM's sampler states tell whether a request has filters, which are top-k, top-p and min-p."""
+        """Replaces the method by which vLLM's sampling states add a request, by `_add_filters`.
+
+        Its result then says whether the request has top-k, top-p or min-p.
+        """
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request
         sampling.add_request = self._add_filters
@@ -118,9 +121,9 @@ class RowSampler(Sampler):
         self.needs_logits_processing[req_idx] |= self._divides_S[req_idx]
 
     def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
-        """Adds a request to vLLM's `SamplingStates`. Returns whether the request has top-k, top-p or min-p.
+        """Adds a request to vLLM's `SamplingStates`. Returns whether it is sampled with top-k, top-p or min-p.
 
-        Its temperature makes no difference to the result.
+        vLLM's own method also returns true if the logits must be divided by a temperature, and this one does not.
         """
         sampling = self.sampling_states
         is_changed = self._add_state(req_idx, sampling_params)
@@ -169,9 +172,9 @@ class RowSampler(Sampler):
     ) -> Drawn:
         """Samples the rows of an engine step, and accepts those of its `drafts` that equal the sampled tokens.
 
-        Most arguments are as for vLLM's `apply_sampling_params`. Only `input_ids` is a function. It returns the tokens that
-        the rows have read. They are needed only if a request of the batch has other sampling parameters than a temperature.
-        Other engine steps save the time to gather these tokens.
+        Most arguments are as for vLLM's `apply_sampling_params`. But `input_ids` is a function that returns the tokens read by
+        the rows. It is called only if a request of the batch has other sampling parameters than a temperature. So other engine
+        steps save the time to gather these tokens.
         """
         sampling = self.sampling_states
         graded = None
@@ -198,7 +201,8 @@ class RowSampler(Sampler):
     def sample(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples rows by vLLM's code, in an engine step that `draw_rows` cannot handle, and keeps their near-ties.
 
-        It takes the arguments of vLLM's method, whose order differs between versions, and returns the same.
+        The arguments are those of vLLM's method, whose order differs between versions, and the results are those of vLLM's
+        method too.
         """
         sampled, processed = super().sample(*arguments, **options)
         if self.near_ties is not None:

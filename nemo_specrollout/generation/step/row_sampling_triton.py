@@ -96,9 +96,10 @@ def _record_tie(  # type: ignore[no-untyped-def]
     num_blocks,
     BLOCKS: tl.constexpr,
 ):
-    """Writes the score gap and the runner-up of a row to the position of its token, if its request asks for near-ties.
+    """Writes the score gap and the runner-up of a row into the tables of near-ties, if the row's request asks for them.
 
-    The runner-up is the second-best token of the block that has the best token, or the best token of another block.
+    The runner-up is the row's second-best token. It may come from the same block of the vocabulary as the best token, or be
+    the best token of another block.
     """
     n = tl.arange(0, BLOCKS)
     others_N = tl.where(n == index, _NEVER, best_N)

@@ -33,7 +33,7 @@ class RowKeys(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of an engine step, as arguments of `sampling.equality.accept_by_equality`, which explains them."""
+    """The drafts of an engine step. The fields are arguments of `sampling.equality.accept_by_equality` and explained there."""
 
     inputs_R: torch.Tensor
     starts_B1: torch.Tensor

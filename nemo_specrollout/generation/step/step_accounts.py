@@ -101,10 +101,10 @@ class StepAccounts:
         return totals
 
     def plain_step_s(self) -> np.ndarray | None:
-        """Returns the seconds of an engine step without drafts, by its number of requests, float64.
+        """Returns the seconds of engine steps without drafts, float64. Element n is for a step of n requests.
 
-        Returns None while they are unknown. The requests are assumed to have contexts of a mean length, which is the mean over
-        the engine steps since the last call of `totals`.
+        The requests are assumed to have texts of a mean length, which is the mean over the engine steps since the last call of
+        `totals`. Returns None while the times are unknown.
         """
         costs = self.step_model.costs()
         if costs is None:
@@ -133,9 +133,10 @@ class StepAccounts:
         return costs.plain_steps_s(most_requests).tolist(), row_s
 
     def verified(self) -> dict[str, Any]:
-        """Returns how many draft tokens were verified ("proposed") and how many were accepted, as two lists [D, K].
+        """Returns counts of draft tokens by drafter and draft position, as nested lists [D, K].
 
-        Call it only for an engine with drafters.
+        The key "proposed" has how many were verified, and "accepted" has how many of these were accepted. Call it only for an
+        engine with drafters.
         """
         assert self._router is not None
         counts_DK2 = self._router.board.tables.verified_DK2.cpu()

@@ -123,9 +123,9 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         return logprobs._replace(cu_num_generated_tokens=cu_num_logits_np.tolist())
 
     def _of_asked_ids(self, logits: torch.Tensor, best: LogprobsTensors) -> LogprobsTensors:
-        """Returns the log-probs of the token ids for which requests ask, in addition to the sampled tokens.
+        """Returns the log-probs of the sampled tokens and of the token ids for which requests ask.
 
-        `best` is what vLLM's own method returns, which has the log-probs of the best tokens instead.
+        `best` is the result of vLLM's own method, which has log-probs of the sampled and of the best tokens.
         """
         starts = best.cu_num_generated_tokens_tensor
         return compute_topk_scores(

@@ -27,9 +27,9 @@ _runner_module: Any = model_runner
 class VerificationBudget(AdaptiveVerificationManager):
     """vLLM's adaptive verification, with the number of drafts that this package's `SpeculationPolicy` decides.
 
-    vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host decides how many it
-    keeps, from counts that are one engine step old. The device decides which ones, from the latest acceptance rates. So
-    neither of them waits for the other.
+    vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host decides how many
+    drafts are kept, from counts that are one engine step old. The device decides which drafts these are, from the latest
+    acceptance rates. So neither of them waits for the other.
     """
 
     def __init__(self, runner: Any, router: DraftRouter) -> None:
@@ -48,8 +48,8 @@ class VerificationBudget(AdaptiveVerificationManager):
         """Compiles vLLM's function that chooses the best drafts, so that it is not compiled in an engine step.
 
         torch.compile makes separate variants for one and for several requests, and for keeping one draft and several drafts.
-        This method calls the function so that all variants are compiled. Some sizes are equal in these calls only by chance,
-        and torch.compile must not conclude that they are always equal.
+        This method calls the function once for each variant. Some sizes happen to be equal in these calls. So torch.compile is
+        told not to assume that these sizes are always equal.
         """
         device = self._confidence_probs.device
         width = self.num_speculative_steps
@@ -93,9 +93,9 @@ class VerificationBudget(AdaptiveVerificationManager):
 def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | None], None], reason: str | None) -> None:
     """Makes `runner.initialize_kv_cache` replace vLLM's adaptive verification by a `VerificationBudget`, if vLLM allows that.
 
-    `settle` is then called with None, or with the reason why the host must choose the drafts. `reason` is such a reason, if
-    one is known already. All of this happens for each KV cache that vLLM makes. The first one only serves to measure the
-    memory of CUDA graphs, and the second one is the engine's.
+    `settle` is then called with None, or with the reason why the host must choose the drafts. `reason` is such a reason if
+    one is known already, and None otherwise. All of this happens for each KV cache that vLLM makes. The first KV cache only
+    serves to measure the memory of CUDA graphs, and the second one is the engine's.
     """
     initialize_kv_cache = runner.initialize_kv_cache
 
@@ -114,8 +114,8 @@ def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | Non
 def _questions_to_vllm() -> Iterator[list[str]]:
     """Collects vLLM's reasons against letting the device choose the drafts, while vLLM makes a KV cache in this context.
 
-    Yields the list of reasons. Without this context, such a reason would end the engine. If there are no CUDA graphs, vLLM
-    does not ask its attention backends, so this context asks them.
+    Yields the list of reasons, which is filled during the context. Without the context, such a reason would end the engine.
+    Without CUDA graphs, vLLM does not ask whether its attention backends allow this. So the context asks them itself.
     """
     create = _runner_module.maybe_create_adaptive_verification_manager
     refusals = list[str]()
@@ -141,9 +141,9 @@ def _questions_to_vllm() -> Iterator[list[str]]:
 def _options_with_sharding(sharder: Any) -> dict[str, bool]:
     """Returns further arguments of vLLM's adaptive verification, for ranks that divide the sampling among themselves.
 
-    `sharder` is vLLM's object that divides the sampling, or None. It is told that the device decides how many drafts each
-    request has. The returned argument makes vLLM copy these numbers to the host, where the sharder needs them. Raises
-    RuntimeError for a vLLM before 0.33, whose sharder uses other numbers.
+    `sharder` is vLLM's object that divides the sampling. If it is None, the result is empty. Otherwise the argument makes vLLM
+    copy the number of each request's drafts, which the device has decided, to the host for the sharder. This function also
+    tells the sharder to expect these numbers. Raises RuntimeError for a vLLM before 0.33, whose sharder uses other numbers.
     """
     if sharder is None:
         return {}
