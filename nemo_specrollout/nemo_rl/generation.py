@@ -61,7 +61,7 @@ class SpecrolloutGeneration(VllmGeneration):
     is_supervised_elsewhere = False
     """Whether another process than the one that builds the generation supervises the engines."""
     latest: "ref[SpecrolloutGeneration] | None" = None
-    """The generation of this process, or this process's copy of it."""
+    """Weak reference to the newest `SpecrolloutGeneration` that this process has built or received a copy of."""
     _supervisor: Supervisor | None = None
     _ahead: RunAhead | None = None
     """Lets engines decode requests of coming steps. None without `run_ahead`, and in a copy of the generation."""
@@ -94,7 +94,7 @@ class SpecrolloutGeneration(VllmGeneration):
                 self._supervisor.open_exchange()
 
     def load_and_start(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the models of deferred engines, which NeMo-Gym uses. Only after that can the engines exchange requests."""
+        """Loads the models of engines that were started without them, as for NeMo-Gym. Then opens the exchange of requests."""
         result = super().load_and_start(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.open_exchange()
@@ -160,7 +160,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield result
 
     def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Returns `data` with a column for each field of `Row`."""
+        """Returns a copy of `data` with more columns, such as the seed of each row (sample). They are the fields of `Row`."""
         lengths = data["input_lengths"].tolist()
         rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
         seeds = self.row_seeds.seeds(rows, self._kind)
@@ -369,7 +369,7 @@ def _token_s(metrics: dict[str, float], num_engines: int) -> float | None:
 
 
 def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    """Prepares NeMo-Gym's rows with NeMo-RL's `prepare`, and gives each a seed from this process's `SpecrolloutGeneration`."""
+    """Returns what NeMo-RL's `prepare` returns for NeMo-Gym's rows, and adds a seed to each of the rows."""
     result = prepare(rows, *args, **kwargs)
     latest = SpecrolloutGeneration.latest
     generation = None if latest is None else latest()
@@ -397,7 +397,10 @@ def extend_rollouts() -> None:
 
 @ray.remote
 class SpecrolloutTrajectoryCollector(_NativeCollector):
-    """Trajectory collector of asynchronous GRPO, which tells its copy of the generation the policy version."""
+    """Trajectory collector of asynchronous GRPO.
+
+    It has a copy of the generation object, and tells this copy each new policy version, because seeds depend on the version.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -178,7 +178,7 @@ def start_exchange(
 
 
 def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: int) -> KeptSpeeds:
-    """Returns the object that reads the decode speeds of an earlier start with such engines, and writes those of this run.
+    """Returns the object that keeps this run's decode speeds in a file. It reads those of an earlier start with equal engines.
 
     `generation_config` is NeMo-RL's `policy.generation`.
     """

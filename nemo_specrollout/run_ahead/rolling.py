@@ -49,7 +49,7 @@ class StaleCache(RuntimeError):
 
 
 class Seldom:
-    """Tells when a question may be asked again, so that its answers take at most a hundredth of the time.
+    """Tells when the vLLM workers may be asked a question again, so that the answers take at most a hundredth of the time.
 
     Ask the question in a `with` statement of this object, which measures how long the answer takes.
     """
@@ -164,11 +164,11 @@ class Rolling:
         return self._early
 
     def _questions(self, early: EarlyRequests, load: OwnLoad) -> list[Question]:
-        """Returns the questions that must be answered before early requests start.
+        """Returns the questions to the vLLM workers that must be answered before early requests start, or an empty list.
 
         One asks for the times of engine steps, once in each plan. The other asks for near-ties, at which branches may start. A
-        question is not repeated too soon (`Seldom`). While no early request could start, nothing is asked, unless the vLLM
-        worker keeps near-ties of too many ended requests.
+        question is not repeated too soon (`Seldom`). While there is no free slot for an early request, nothing is asked. The
+        exception is that a vLLM worker keeps near-ties of too many ended requests.
         """
         if not early.has_slot(load):
             return self._asks_for_ties(early, self._asks_ties) if early.has_leftovers else []

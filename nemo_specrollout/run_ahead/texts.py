@@ -80,7 +80,7 @@ class KeptCounts(NamedTuple):
     """Number of texts that differ from their response at a token whose score gap is known from the latest weights. Only the
     first such difference of a text counts."""
     num_runners_up: int = 0
-    """Number of the texts in `num_flips` for which the new weights sampled the runner-up at this token."""
+    """Number of the texts counted in `num_flips` whose response has the runner-up at the first difference."""
     num_followed: int = 0
     """Number of branches that agreed with the response at the token where the text, or the branch before, differed from it."""
     num_brought: int = 0

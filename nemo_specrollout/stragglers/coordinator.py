@@ -134,9 +134,10 @@ class Coordinator:
         return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """Stops and forgets all running requests. If `keys` is given, all requests that are not in it go on.
+        """Stops and forgets the running requests among `keys`, or all running requests if `keys` is None.
 
-        A request that has ended stays until `take`. But after a call without `keys`, `advance` no longer reports it.
+        The responses of requests that have ended stay until `take` is called. If `keys` is None, `advance` will not report
+        these requests.
         """
         if keys is None:
             self._ended = []

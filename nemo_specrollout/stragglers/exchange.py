@@ -171,7 +171,7 @@ class StragglerExchange:
     def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
         """Adds requests of an engine. Returns the attempts that the engine should start at once.
 
-        It returns none while the exchange is paused. Their requests start after `resume`.
+        While the exchange is paused, nothing is returned, and the requests start after `resume`.
         """
         with self._guarded():
             self._member(engine)

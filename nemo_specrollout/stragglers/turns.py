@@ -104,7 +104,7 @@ class EngineFleet(Protocol):
     def is_alive(self, engine: int) -> bool: ...
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns how much time the engine can save by decoding requests of coming steps, as far as it is known."""
+        """Returns how much time the engine can save by decoding requests of coming steps, as the engine has last reported."""
 
 
 class IdleWork(Protocol):
@@ -117,9 +117,9 @@ class IdleWork(Protocol):
         """
 
     def worth(self) -> EarlyWorth:
-        """Returns how much time this work can save later.
+        """Returns how much time the engine can save later by decoding these requests now.
 
-        It is `NOTHING_EARLY` if no work is left, or if nothing was measured yet.
+        Returns `NOTHING_EARLY` if no such request is left, or if nothing was measured yet.
         """
 
 

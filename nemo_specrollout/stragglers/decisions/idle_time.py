@@ -3,9 +3,9 @@
 
 An engine whose requests have ended can take over a straggler, race for one, or decode requests of coming steps early. This
 last choice is called early work. All three choices are measured in seconds of a rollout, so that they can be compared. A move
-that ends the rollout one second earlier saves one second. How much time a second of early work saves, the engine measures
-itself (`run_ahead/decisions/early_share.py`). The engine saves it only in its own part of a later rollout, but a rollout ends
-only when all engines have ended. Therefore this saving is divided by the number of engines.
+that ends the rollout one second earlier saves one second. The engine itself measures how much time a second of early work
+saves (`run_ahead/decisions/early_share.py`). This time is saved only in the engine's own part of a later rollout, but a
+rollout ends only when all engines have ended. Therefore the saving is divided by the number of engines.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,8 @@ NUM_GROUPS = 8192
 NUM_OF_GROUP = 32
 """Number of latest response lengths that are remembered for each prompt."""
 SIBLING_WEIGHT = 0.5
-"""Weight of the length of one sibling, if all other lengths together have the weight 1."""
+"""Weight of the length of one sibling, which is another sample of the same prompt, in the estimate of a response's length. All
+remembered lengths of any prompt together have the weight 1."""
 
 
 class LengthEstimator:

@@ -101,8 +101,8 @@ class TailObservation:
 class TailForecast:
     """The attempts as they will be after the planned changes, and the predicted ends of requests in seconds from now.
 
-    An attempt is the work of one engine on one request. If several engines race for a request, all of them are expected to be
-    rid of it when the first of them ends it. Owns the planned changes.
+    An attempt is the work of one engine on one request. If several engines race for a request, all their attempts are expected
+    to end when the first engine ends the request. Owns the planned changes.
     """
 
     def __init__(self, seen: TailObservation, speeds: SpeedModel) -> None:
