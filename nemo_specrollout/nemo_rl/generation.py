@@ -286,10 +286,10 @@ class SpecrolloutGeneration(VllmGeneration):
         self._ahead.plan(self._planned_step, known)
 
     def _plan_after_filter(self) -> None:
-        """Lets idle engines decode requests of the next step if rewards decide how many batches a step takes.
+        """Plans requests of the next step at the end of a step, in a run where rewards decide how many batches a step takes.
 
-        In such a run, it is known only at the end of a step that the next batch belongs to the next step. Which steps the
-        batches after it belong to is not known even then.
+        In such a run, the next batch is known to belong to the next step only when the present step has ended. For the batches
+        after it, the step is not known even then. So only the next batch is planned.
         """
         loader = PeekingLoader.latest()
         next_version = self._version + 1

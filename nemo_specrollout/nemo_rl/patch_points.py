@@ -39,7 +39,7 @@ class PatchPoint:
     """A name of NeMo-RL that this package uses, and what must be true of it."""
 
     module: str
-    """Full name of the module that has the name."""
+    """Full name of the NeMo-RL module in which `name` is defined."""
     name: str
     """Name in the module. A method has its class before a dot."""
     use: Use = Use.PASSED_ON

@@ -292,10 +292,10 @@ class Supervisor:
         self._requested += seeds
 
     def end_step(self, version: int) -> dict[str, float]:
-        """Ends the step whose rows (samples) policy version `version` has sampled, and returns the metrics since `begin_step`.
+        """Ends a step and returns its metrics by name, counted since `begin_step`. They are empty if that was not called.
 
-        Logs the samples and alarms of the step. Reports the step to the head trainer, which refreshes the head if that is due.
-        Returns nothing if there was no `begin_step`.
+        `version` is the policy version that has sampled the rows of the step. Logs the samples and alarms of the step. Reports
+        the step to the head trainer, which refreshes the head if that is due.
         """
         before = self._before
         self._before = None

@@ -86,8 +86,8 @@ class RunAhead:
     def __init__(self, engines: Engines, config: RunAheadConfig, *, begins_again: bool = False) -> None:
         """`begins_again` says whether requests start over if the weights change while they run, as in an asynchronous run.
 
-        If so, the engines get no requests of coming steps, because they are never idle. A plan only tells them how far the next
-        weight update will probably move scores, so that they can decode branches of their own requests.
+        If so, the engines get no requests of coming steps, because they are never idle. A plan only tells them how far the
+        next weight update will probably move scores, so that they can decode branches of their own requests.
         """
         self._engines = engines
         self._begins_again = begins_again

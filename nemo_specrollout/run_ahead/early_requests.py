@@ -152,7 +152,7 @@ class EarlyRequests:
     size: EngineSize
     early: EarlyTexts
     longest: int = 0
-    """Number of tokens of the longest prompt, including the known text for its request."""
+    """Largest number of tokens that a request of the plan has in its prompt and its known text together."""
     prices: EarlyPrices | None = None
     """Measured times of the engine. Until they are known, early requests run only while the engine has no others."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)

@@ -9,7 +9,7 @@ from nemo_specrollout.learned.state import begin_with, state_of
 from nemo_specrollout.run_ahead.coming_texts import ComingTexts
 
 KIND = "run_ahead"
-"""Prefix of the names of the files that keep what weight updates have taught."""
+"""Prefix of the names of the files that keep what was learned from weight updates."""
 
 
 class KeptUpdates:

@@ -71,7 +71,7 @@ class RollingStream(Rolling):
         self._keeper = asyncio.create_task(self._keep(early))
 
     async def own(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of one of the engine's own requests. Stops early requests that take room which it needs."""
+        """Passes on the outputs of one of the engine's own requests. Stops early requests whose slot or KV cache it needs."""
         token = object()
         self._own.add(token)
         self._is_due = True

@@ -82,7 +82,8 @@ class KeptCounts(NamedTuple):
     num_runners_up: int = 0
     """Number of the texts counted in `num_flips` whose response has the runner-up at the first difference."""
     num_followed: int = 0
-    """Number of branches that agreed with the response at the token where the text, or the branch before, differed from it."""
+    """Number of branches that were of use: the text, or another branch, differed from the response at some token, and this
+    branch has the response's token there."""
     num_brought: int = 0
     """Number of requests that had a text made ahead, including requests that have not ended."""
     gaps_G: Array = NO_GAPS

@@ -53,7 +53,7 @@ class TurnResult:
     """An engine's report on one turn, which identifies attempts by their names. An attempt is its work on one request."""
 
     parts: dict[int, Tokens]
-    """New tokens of each attempt."""
+    """New tokens of each attempt, by the attempt's name."""
     finished: dict[int, str] = field(default_factory=dict)
     """Finish reason (`stop` or `length`) of each attempt that has ended. All of these attempts are also in `parts`, even those
     without new tokens."""

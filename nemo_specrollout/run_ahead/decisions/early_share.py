@@ -4,16 +4,16 @@
 In this file an early request is one of a coming step. A "step" is an engine step unless it is called a coming step.
 
 While an early request runs, it makes the steps of the engine longer. After each weight update, its tokens are verified, and
-each token takes a row. The time that it saves depends on how long its text gets. In plain decoding, a step costs more per token
-if fewer responses share it. At the beginning all responses of a full engine share each step. So the first tokens of a text
-replace cheap tokens and save little. Only long responses are left later. So the late tokens of a text come in steps with few
-responses, and save much.
+each token takes a row. The time that it saves depends on how long its text gets. In plain decoding, a step costs more per
+token if fewer responses share it. At the beginning all responses of a full engine share each step. So the first tokens of a
+text replace cheap tokens and save little. Only long responses are left later. So the late tokens of a text come in steps with
+few responses, and save much.
 
 A phase is the time between two updates. A text for a coming step that is several updates away continues in each phase until
-then. It could also begin in the next phase, and would then only be shorter in the end. So the gain of the present phase is this
-difference in the final length. Take a text of K tokens that has k phases left, with P tokens in each phase. It gets to K + k P
-tokens, and without this phase to K + (k - 1) P. Most responses end before that. So a text for a farther coming step saves less,
-because short responses will be ready in time anyway.
+then. It could also begin in the next phase, and would then only be shorter in the end. So the gain of the present phase is
+this difference in the final length. Take a text of K tokens that has k phases left, with P tokens in each phase. It gets to
+K + k P tokens, and without this phase to K + (k - 1) P. Most responses end before that. So a text for a farther coming step
+saves less, because short responses will be ready in time anyway.
 
 Shapes: R possible counts of requests in a step, which are 0, 1, 2 and so on. E early requests, best first. L responses. J
 positions at which the number of running responses changes, which are 0 and all lengths.

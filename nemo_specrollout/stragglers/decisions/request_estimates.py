@@ -104,9 +104,9 @@ class RequestSpeeds:
         self._free: list[int] = []
 
     def begin(self, num_requests: int, task_speed_M: np.ndarray) -> list[int]:
-        """Adds `num_requests` requests of a task with the relative speeds `task_speed_M`.
+        """Adds `num_requests` requests of one task. Returns for each of them its row number in the estimates.
 
-        Returns a row number for each request.
+        `task_speed_M` has the speed of the task's requests under each draft method, relative to a typical request.
         """
         size = len(self._made_RM)
         missing = num_requests - len(self._free)

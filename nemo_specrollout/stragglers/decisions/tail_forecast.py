@@ -50,8 +50,9 @@ class Assignment:
 def undisturbed_end_s(
     before: Assignment, lengths_R: np.ndarray, speed_RM: np.ndarray, method_E: np.ndarray, speeds: SpeedModel
 ) -> float:
-    """Returns when a rollout would have ended if every engine had kept its requests, by the clock of `before.reported_s_E`.
+    """Returns the time at which a rollout would have ended if every engine had kept its requests.
 
+    The time is in seconds of the clock that `before.reported_s_E` uses.
     `lengths_R` has the final number of response tokens of each request. `speed_RM` has the decode speed of each request under
     each draft method, relative to a typical request. `method_E` has the draft method of each engine.
     """
@@ -77,7 +78,7 @@ class TailObservation:
     num_tokens_R: np.ndarray
     """Number of tokens of the prompt and the response in the attempt that is furthest ahead, int64."""
     remaining_R: np.ndarray
-    """Expected number of tokens that this attempt still has to generate, float64."""
+    """Expected number of tokens that each request still needs in the attempt that is furthest ahead, float64."""
     speed_RM: np.ndarray
     """Decode speed of each request under each draft method, relative to a typical request, float64."""
     doubt_RM: np.ndarray
