@@ -417,7 +417,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self._rolling is not None and await self._rolling.wait(seconds)
 
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Removes all requests of coming steps from the engine. Returns what was made of them, even if the engine sleeps.
+        """Removes all requests of coming steps. Drops cached prefixes unless `keeps_cache`. Returns the requests' texts.
 
         If requests start over when the weights change, nothing is removed, because their branches continue until then.
         """

@@ -330,7 +330,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._has_checked_epoch = True
 
     def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
-        """Returns the rows (samples) for `prompts` of the step whose rows policy version `version` will sample."""
+        """Returns the rows (samples) that the step of policy version `version` will have for `prompts`."""
         samples = self.facts.samples_per_prompt
         seeds = RowSeeds(self.facts.seed, version)
         gym_rows = [prompt.gym_row for prompt in prompts if prompt.gym_row is not None]

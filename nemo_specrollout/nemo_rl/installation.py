@@ -243,7 +243,10 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
 
 
 def _audit_facts(tree: Any, facts: RunFacts) -> dict[str, Any]:
-    """Returns where an audit finds the weights of the run's policy versions."""
+    """Returns what an audit needs to find the weights of each policy version, as entries for `run.json`.
+
+    These are the model's folder or name, the folder of the checkpoints, and the first policy version.
+    """
     checkpointing = tree["checkpointing"]
     folder = str(Path(checkpointing["checkpoint_dir"]).absolute()) if checkpointing["enabled"] else None
     model = tree["policy"]["model_name"]

@@ -117,10 +117,10 @@ class RowSeeds:
 
 
 def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
-    """Returns the seed of the turn of `sample` whose prompt is `row`, an integer in [0, 2^63).
+    """Returns the seed for one turn of a sample's conversation, an integer in [0, 2^63).
 
-    The seed does not depend on the policy version. So samples keep their seeds if they are rolled out again with other weights
-    or on another engine.
+    `row` has the token ids of the prompt of this turn. The seed does not depend on the policy version. So samples keep their
+    seeds if they are rolled out again with other weights or on another engine.
     """
     run = combine(run_seed, SeedKind.KNOWN_SAMPLE, sample.prompt)
     return request_seed(run, content_hash(row), sample.index, sample.epoch)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's texts for coming steps while no engine works on them, and what weight updates have taught about such texts.
+"""The driver's texts for coming steps while no engine works on them, and what it has learned about how updates change texts.
 
-A plan tells an engine which requests of coming steps it may decode early. It lasts until the engine must stop to decode them.
+A plan tells an engine which requests of coming steps it may decode early. It lasts until the engine must stop decoding them.
 This module needs no Ray, threads or engines. So the driver of a NeMo-RL run and that of a local run can both use it.
 """
 
@@ -23,7 +23,7 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
 @dataclass(frozen=True)
 class AheadPlan:
-    """Tells one engine which requests of coming steps it may decode early, and how much a weight update may change."""
+    """Tells one engine which requests of coming steps it may decode early, and how much an update is expected to change."""
 
     rows: list[EarlyRow]
     """Requests of coming steps with their known texts, the nearest step first."""

@@ -206,9 +206,9 @@ class RunAhead:
                 self._coming.observe_price(prices[1], token_s)
 
     def _run(self) -> None:
-        """Lets each engine decode requests of coming steps, slice after slice, until they have ended or `end` is called.
+        """Lets each engine decode requests of coming steps, slice after slice. This is what the thread runs.
 
-        This is what the thread runs.
+        An engine stops when it has no more of these requests, and all stop when `end` is called.
         """
         calls = {self._advance(engine): engine for engine in range(self._engines.num_engines)}
         while calls and not self._stop.is_set():

@@ -20,8 +20,8 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 LOOK_STEPS = 8
 """Number of engine steps between two checks of which early requests to start or stop, if no request comes or goes."""
 STARTS_AT_ONCE = 8
-"""Most early requests that start in one engine step. Each start is a call of vLLM, so more of them would make the step
-long."""
+"""Largest number of early requests that start in one engine step. Each start is a call of vLLM, so more of them would make
+the step long."""
 GROWTH_STEPS = 64
 """An early request starts only if the KV cache has room for every request to grow by this number of tokens."""
 MOST_LEFTOVERS = 64
@@ -180,7 +180,7 @@ class EarlyRequests:
 
     @property
     def untold(self) -> list[int]:
-        """Names of requests whose near-ties the vLLM worker may still have."""
+        """Names of requests of which the vLLM worker may have near-ties that this object has not got yet."""
         return sorted(self._untold)
 
     @property
@@ -227,9 +227,9 @@ class EarlyRequests:
                 self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
 
     def note_time(self, num_own: int, now: float) -> None:
-        """Adds the delay of the engine's own requests since the last call to `delay_s`, if engine steps cannot be counted.
+        """Adds to `delay_s` by how much the engine's own requests were delayed since the last call of this method.
 
-        `now` is the current time in seconds.
+        For engines whose engine steps cannot be counted. `now` is the current time in seconds.
         """
         if self._running and num_own and self.prices is not None:
             delay_s = self.prices.delay_s(num_own, self.num_running)

@@ -338,8 +338,8 @@ class EarlyTexts:
     def _text(self, flight: _Flight) -> TextAhead | None:
         """Returns the known text of a row, or None if there is none.
 
-        The text begins with the tokens that the current weights have made. If a text or branch that was known before agrees
-        with these tokens and is longer, the rest of it follows.
+        The text begins with the tokens that the current weights have made. Its rest comes from the text that was known before
+        or one of its branches, whichever agrees with these tokens the longest.
         """
         known = flight.row.known
         path = flight.paths[TEXT] if flight.paths else None

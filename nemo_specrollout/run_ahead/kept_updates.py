@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what a driver has learned from weight updates about texts made ahead in a file, for the next start of the run."""
+"""Keeps a file of what the driver has learned about how weight updates change texts. The next start of the run reads it."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ class KeptUpdates:
     """
 
     def __init__(self, coming: ComingTexts, config: LearnedConfig, model: str, *, begins_again: bool = False) -> None:
-        """`model` is the policy's name, and `begins_again` is that of `ComingTexts`.
+        """`model` is the policy's name. `begins_again` is the argument with which `coming` was made.
 
-        Files with another of these values are not read.
+        A file of a run with another `model` or another `begins_again` is not read.
         """
         self._coming = coming
         self._file: KeptFile | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What synchronous and asynchronous engines do alike while they decode early requests of a plan (`run_ahead`).
 
-`rolling_engine.py` and `rolling_stream.py` have what differs. This is how the engine steps, how questions to it are asked and
-answered, and how its requests are started and stopped.
+Synchronous engines (`rolling_engine.py`) and asynchronous ones (`rolling_stream.py`) differ in how they step, how questions to
+them are asked and answered, and how their requests are started and stopped.
 """
 
 import itertools
@@ -30,8 +30,8 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 50
-"""Most attempts to make vLLM drop its cached prefixes, which requests under the next weights must not read. vLLM refuses this
-while an engine step is under way."""
+"""Largest number of attempts to make vLLM drop its cached prefixes, because requests under the next weights must not read them.
+vLLM refuses this while an engine step is under way."""
 RETRY_S = 0.02
 """Seconds between two attempts to make vLLM drop its cached prefixes."""
 _TIME_SHARE = 0.01
@@ -92,7 +92,7 @@ class Rolling:
     """Owns the early requests of an engine, which are those of coming steps and branches. Never waits.
 
     A plan says which early requests the engine may decode. It lasts from the call of `plan` until that of `end`, which are
-    methods of the subclasses. Without a plan this object is idle. It also owns what was learned in earlier plans.
+    methods of the subclasses. Without a plan this object is idle, but it keeps what was learned in earlier plans.
     """
 
     def __init__(self, request_of: RequestOf, most_branches: int) -> None:
@@ -119,10 +119,10 @@ class Rolling:
         return EarlyWorth() if self._early is None else self._early.worth()
 
     def follow(self, row: EarlyRow) -> int:
-        """Registers one of the engine's own requests, so that branches of it are started. Returns its name.
+        """Registers one of the engine's own requests, so that branches of it are started. Returns the name of the request.
 
-        Call it before the request starts, if newer weights may have to decode the request again. The request needs its name as
-        `ties` in its identity.
+        Call this method before the request starts, and only if newer weights may have to decode the request again. The caller
+        must put the name into the request's sampling parameters, as `ties` in this package's entry (`EXTRA_ARGS_KEY`).
         """
         assert self._early is not None, "there is no plan"
         return self._early.follow(row)

@@ -307,7 +307,7 @@ class Coordinator:
             self._saved_s = self._savings.saved_s(now_s, self.responses, self._speeds, self.engines.methods)
 
     def _lose(self, engine: int) -> None:
-        """Closes the attempts of an engine that has died. Requests that no other engine has then wait for another engine."""
+        """Closes the attempts of an engine that has died. Requests that only this engine had will wait for another engine."""
         self._savings.is_unknown = True
         died_s = time.perf_counter()
         for key in list(self._assigned[engine].attempts.values()):

@@ -226,9 +226,9 @@ class StragglerExchange:
     def pause(self, patience_s: float = PAUSE_PATIENCE_S) -> tuple[int, ...]:
         """Prepares for new weights. Ends all races, and sends no more turns until `resume`.
 
-        Waits at most `patience_s` seconds for the turns that engines still have, and returns the engines that still have some
-        then. Such an engine may still decode with the old weights and use prefixes that they have cached. This is so even if
-        other engines have already ended its requests. So the weights must not change while this list is not empty. Call this
+        Waits at most `patience_s` seconds until all engines have ended their turns. Returns the engines that have not ended
+        theirs by then. These may still decode with the old weights and use prefixes that the old weights have cached, even if
+        other engines have already ended their requests. So the weights must not change unless the result is empty. Call this
         method again to wait longer.
         """
         with self._guarded():

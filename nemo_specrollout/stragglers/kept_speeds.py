@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the decode speeds that engines have measured in a file, for the next start of the run or of a similar one."""
+"""Keeps a file of the decode speeds that engines have measured, for the next start of the run or of a similar one."""
 
 import hashlib
 import json

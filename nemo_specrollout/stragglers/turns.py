@@ -60,9 +60,9 @@ class TurnResult:
     work: TurnWork = TurnWork()
     policy_version: int = 0
     steady: tuple[int, ...] = ()
-    """Attempts that already had tokens before this turn and were decoded during all of it."""
+    """Names of the attempts that already had tokens before this turn and were decoded during all of it."""
     refused: tuple[int, ...] = ()
-    """Attempts that the engine has refused because their requests are invalid."""
+    """Names of the attempts that the engine has refused because their requests are invalid."""
 
 
 @dataclass(frozen=True)

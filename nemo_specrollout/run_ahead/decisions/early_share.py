@@ -31,8 +31,9 @@ Array = np.ndarray[Any, Any]
 
 
 UNCERTAIN = 0.05
-"""Share by which two rates must differ to be distinguished, because step times are measured. If rates differ by less, the one
-with more texts is chosen, because a rollout takes as long as its slowest request."""
+"""Share of the best rate by which another rate may be lower and still count as equal, because step times are measured. A rate
+is in right tokens per second. Of equal rates, the one with the most early requests is chosen, because a rollout takes as long
+as its slowest request."""
 
 
 MOST_OWN = 8
@@ -61,9 +62,9 @@ class PlainRollout:
     """
 
     def __init__(self, seconds_R: Array, length_L: Sequence[int] | Array) -> None:
-        """`seconds_R` has the seconds of an engine step without drafts by its number of requests.
+        """`length_L` has the lengths of all responses of the rollout, in tokens.
 
-        `length_L` has all lengths.
+        `seconds_R` has the seconds of an engine step without drafts, by its number of requests.
         """
         lengths = np.sort(np.asarray(length_L, np.float64))
         running_L = np.arange(len(lengths), 0, -1)
@@ -109,17 +110,17 @@ class PlainRollout:
         return missing_E
 
     def _seconds(self, position_E: Array) -> Array:
-        """Returns the seconds until all responses have reached a position.
+        """Returns the seconds until every response has reached each position or has ended before it, float64 [E].
 
-        Beyond the longest response, one response is running.
+        For positions beyond the longest response, it is assumed that one response goes on.
         """
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._seconds_J) + beyond_E * self._last_s
 
     def _tokens(self, position_E: Array) -> Array:
-        """Returns the number of tokens of all responses up to a position.
+        """Returns the number of tokens that all responses have up to each position, float64 [E].
 
-        Beyond the longest response, one response is running.
+        For positions beyond the longest response, it is assumed that one response goes on.
         """
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._tokens_J) + beyond_E
@@ -174,8 +175,7 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     Args:
         prices: Measured times of the engine.
         num_own: Number of running requests of the current step. If it is 0, nobody waits for the engine. Then the result is
-            the
-            number of early requests that makes the most right tokens per second.
+            the number of early requests that makes the most right tokens per second.
         worths: For each early request that runs or could start, what decides how much time a token of it can save. The best
             request comes first.
     """
@@ -189,9 +189,9 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
 
 
 def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
-    """Returns `num_early` for an engine that has requests of its own.
+    """Returns how many early requests should run beside `num_own` requests of the engine's own, which may be 0.
 
-    `gain_E` is the gain of the first 1, 2, ... early ones.
+    `gain_E` has the seconds gained by the tokens of the first 1, 2, ... early requests.
     """
     cost_E = prices.steps_beside(num_own, len(gain_E)) - prices.step_s(num_own)
     best = int((gain_E - cost_E).argmax())

@@ -31,7 +31,7 @@ class IdleTime:
     """How much time each engine saves later by early work, which is decoding requests of coming steps."""
 
     worth_E: tuple[EarlyWorth, ...] = ()
-    """For each engine, the time that it saves later. It is empty without `run_ahead`."""
+    """For each engine, how much time it can save later by early work. Empty without `run_ahead`."""
 
     @property
     def has_worth(self) -> bool:

@@ -211,9 +211,9 @@ class TailForecast:
         """Returns the seconds that later rollouts lose if a change leaves engines less time for requests of coming steps.
 
         In the change, `requests` move from the first of the two `engines` to the second, or the second races for them. The
-        result is the difference between what all engines save by such decoding without the change and with it. Without the
-        change, it counts until the first of the two engines ends. With the change, it counts until `end_s`, when both engines
-        will have ended.
+        result compares the time that all engines save by decoding requests of coming steps without the change and with it.
+        Without the change, decoding until the end of the first of the two engines counts. With the change, decoding until
+        `end_s` counts, when both engines will have ended.
         """
         source, target = engines
         idle = self.seen.idle
