@@ -46,7 +46,7 @@ header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", defa
 def engine_arguments(
     llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any], block: SpecrolloutConfig
 ) -> dict[str, Any]:
-    """Returns NeMo-RL's arguments for vLLM, and adds to them this package's vLLM worker, the drafters and the block.
+    """Returns the arguments for vLLM: those of NeMo-RL, with this package's vLLM worker, the drafters and the block.
 
     Raises ConfigError if this vLLM cannot run the block.
     """

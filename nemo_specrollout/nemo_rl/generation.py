@@ -101,7 +101,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return result
 
     def supervise(self) -> None:
-        """Supervises the engines from this process, which has a copy of the generation. The engines' models must be loaded."""
+        """Starts to supervise the engines from this process. `self` is a copy here, and the engines must have their models."""
         self._supervisor = Supervisor(self.block, self.cfg, STEP_LOG)
         self._supervisor.attach(self.worker_group)
         self._supervisor.open_exchange()
@@ -415,7 +415,7 @@ class SpecrolloutTrajectoryCollector(_NativeCollector):
 
 @ray.remote
 class SpecrolloutRolloutActor(_NativeActor):
-    """Rollout actor of the TransferQueue trainer, which counts training steps as the driver does."""
+    """Rollout actor of the TransferQueue trainer. It counts training steps itself, to know the policy version of its rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

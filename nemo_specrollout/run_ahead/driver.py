@@ -75,8 +75,8 @@ class RunAhead:
 
     When the weights of a policy version have arrived, `plan` tells the engines which requests of coming steps they may decode
     in slots that the rollout leaves empty. `work` lets engines that have nothing else to do continue with these requests, in
-    slices. `end` stops them before the weights change or the engines sleep, and collects the texts. The next `plan` gives the
-    texts to the engines again.
+    slices. `end` stops these requests before the weights change or the engines sleep, and collects their texts. The next
+    `plan` gives the texts to the engines again.
 
     Owns the texts (`ComingTexts`), and the thread that keeps idle engines at work.
 

@@ -30,8 +30,7 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 50
-"""Largest number of attempts to make vLLM drop its cached prefixes, because requests under the next weights must not read them.
-vLLM refuses this while an engine step is under way."""
+"""Largest number of attempts to make vLLM drop its cached prefixes, which vLLM refuses while an engine step is under way."""
 RETRY_S = 0.02
 """Seconds between two attempts to make vLLM drop its cached prefixes."""
 _TIME_SHARE = 0.01

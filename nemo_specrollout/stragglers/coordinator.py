@@ -290,7 +290,7 @@ class Coordinator:
                 self._finish(key, engine)
 
     def _finish(self, key: int, winner: int) -> None:
-        """Ends a request whose response `winner` has completed.
+        """Ends a request. The engine `winner` has completed its response.
 
         Stops the other racers, and learns the length of the response.
         """

@@ -354,7 +354,7 @@ class StragglerExchange:
                 self._fleet.leave(engine)
 
     def _take_ended(self) -> None:
-        """Takes the requests that have ended from the coordinator, and adds their metrics to the totals.
+        """Makes the coordinator forget the requests that have ended, and adds their metrics to the totals.
 
         In a rollout of synchronous engines this is done once, with all requests together. Only then does the coordinator know
         how much time moves and races have saved.

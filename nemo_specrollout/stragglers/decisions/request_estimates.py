@@ -83,8 +83,8 @@ HALF_TOKENS = 48.0
 """A request's own measurement counts half if it took as long as a typical request needs for this number of tokens. The
 relative speed of its task counts for the other half."""
 SHARED_SPEED = 0.5
-"""If a request is faster or slower than expected under one draft method, this share of the difference (as a logarithm) is
-expected under another method."""
+"""Share of a request's deviation from its expected speed that carries over to other draft methods. If the request is faster
+than expected under one method, the others are expected to be faster by this share of the difference (as a logarithm)."""
 ALL = slice(None)
 
 

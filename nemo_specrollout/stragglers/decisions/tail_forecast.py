@@ -242,7 +242,10 @@ class TailForecast:
         self.changes.append((request, engine))
 
     def net_changes(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Returns the attempts to start and the attempts to stop, without those that were both started and stopped."""
+        """Returns the attempts to start, and the attempts to stop, as pairs (request, engine).
+
+        Planned changes of one attempt that cancel each other are left out.
+        """
         changed = [pair for pair, count in Counter(self.changes).items() if count % 2]
         starts = tuple((r, e) for r, e in changed if e in self.engines_of(r))
         return starts, tuple((r, e) for r, e in changed if e not in self.engines_of(r))
@@ -290,7 +293,10 @@ class TailForecast:
         return max((self._first_end_s(r, engine, e) for r, e in ends.items()), default=0.0)
 
     def _first_end_s(self, request: int, engine: int, end_s: float) -> float:
-        """Returns when a request ends if its attempt on `engine` would end at `end_s` and other engines may race for it."""
+        """Returns when a request is expected to end, in seconds from now, with all engines that race for it.
+
+        `end_s` is when the attempt of `engine` alone would end.
+        """
         for rival in [e for e in self.engines_of(request) if e != engine]:
             end_s = min(end_s, self._race_s(request, engine, end_s, rival, self._attempt_end_s(request, rival)))
         return end_s
