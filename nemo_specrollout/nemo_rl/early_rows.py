@@ -40,8 +40,8 @@ def early_rows(
     """Returns the rows (samples) of a coming step that are worth decoding early, in the order of that step.
 
     Rows of tasks without drafts are left out, because their texts would never be drafts. Rows of prompts with media are left
-    out as well, because their texts would not be the policy's answers. Even a row that is left out takes a seed, because its
-    step also counts it when it numbers rows with the same content.
+    out as well, because their texts would not be the policy's answers. Rows that are left out get a
+    seed too. Without that, other rows of the same prompt would have other seeds here than later in their step.
     """
     samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
     return _worth_decoding(samples, seeds.seeds([prompt.token_ids for prompt in samples]), opt_out)

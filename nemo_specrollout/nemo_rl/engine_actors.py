@@ -249,7 +249,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return self._rolling is not None and self._rolling.slice(seconds)
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Removes all requests of coming steps from the engine. Returns what was made of them, even if the engine sleeps."""
+        """Removes all requests of coming steps. Drops cached prefixes unless `keeps_cache`. Returns the requests' texts."""
         made = self._made_awake
         self._made_awake = None
         if made is not None:
@@ -385,7 +385,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
                 self._one_policy.change_ends()
 
     async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
-        """Joins the exchange of requests as engine number `engine`."""
+        """Joins the exchange of requests as engine number `engine`. `actor` is the handle of the exchange's actor."""
         stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
         stays = reason_to_stay(self.llm.vllm_config)
         ask = partial(ask_exchange_async, actor, engine)
@@ -396,7 +396,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return EarlyWorth() if self._rolling is None else self._rolling.worth()
 
     async def specrollout_leave_exchange(self) -> None:
-        """Stops the requests of the exchange. From now on the engine decodes only its own requests."""
+        """Leaves the exchange for good. The engine decodes its own requests alone, from their beginning."""
         await self._racing.leave("it ended no turn before new weights came")
 
     async def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
@@ -417,7 +417,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self._rolling is not None and await self._rolling.wait(seconds)
 
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Removes all requests of coming steps from the engine. Returns what was made of them, even if the engine sleeps.
+        """Removes all requests of coming steps. Drops cached prefixes unless `keeps_cache`. Returns the requests' texts.
 
         If requests start over when the weights change, nothing is removed, because their branches continue until then.
         """

@@ -46,7 +46,7 @@ header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", defa
 def engine_arguments(
     llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any], block: SpecrolloutConfig
 ) -> dict[str, Any]:
-    """Returns NeMo-RL's arguments for vLLM, and adds to them this package's vLLM worker, the drafters and the block.
+    """Returns the arguments for vLLM: those of NeMo-RL, with this package's vLLM worker, the drafters and the block.
 
     Raises ConfigError if this vLLM cannot run the block.
     """
@@ -75,7 +75,7 @@ def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
 
 
 class RequestSeeds(RowSeeds):
-    """Gives every request of an engine a seed. The request either brings it, or it is derived from the prompt."""
+    """Gives every request of an engine a seed. This follows from the seed that the request brings, or else from its prompt."""
 
     def __init__(self, run_seed: int = 0, engine: int = 0, *, required: bool = False) -> None:
         """`engine` is the engine's number, by which equal requests of different engines get different seeds.
@@ -148,7 +148,7 @@ def tokens_of(prompt: Any) -> Sequence[int]:
 def _may_speculate(params: Any) -> bool:
     """Returns whether an HTTP request may have drafts.
 
-    Raises vLLM's error for a bad request if the request's value is not valid.
+    Raises vLLM's error for a bad request if the request's own field for this (`DRAFTS_KEY`) is neither 0 nor 1.
     """
     given = (params.extra_args or {}).get(DRAFTS_KEY, 1)
     if given not in (0, 1):

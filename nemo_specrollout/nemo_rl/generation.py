@@ -61,7 +61,7 @@ class SpecrolloutGeneration(VllmGeneration):
     is_supervised_elsewhere = False
     """Whether another process than the one that builds the generation supervises the engines."""
     latest: "ref[SpecrolloutGeneration] | None" = None
-    """The generation of this process, or this process's copy of it."""
+    """Weak reference to the newest `SpecrolloutGeneration` that this process has built or received a copy of."""
     _supervisor: Supervisor | None = None
     _ahead: RunAhead | None = None
     """Lets engines decode requests of coming steps. None without `run_ahead`, and in a copy of the generation."""
@@ -94,14 +94,14 @@ class SpecrolloutGeneration(VllmGeneration):
                 self._supervisor.open_exchange()
 
     def load_and_start(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the models of deferred engines, which NeMo-Gym uses. Only after that can the engines exchange requests."""
+        """Loads the models of engines that were started without them, as for NeMo-Gym. Then opens the exchange of requests."""
         result = super().load_and_start(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.open_exchange()
         return result
 
     def supervise(self) -> None:
-        """Supervises the engines from this process, which has a copy of the generation. The engines' models must be loaded."""
+        """Starts to supervise the engines from this process. `self` is a copy here, and the engines must have their models."""
         self._supervisor = Supervisor(self.block, self.cfg, STEP_LOG)
         self._supervisor.attach(self.worker_group)
         self._supervisor.open_exchange()
@@ -160,7 +160,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield result
 
     def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Returns `data` with a column for each field of `Row`."""
+        """Returns a copy of `data` with more columns, such as the seed of each row (sample). They are the fields of `Row`."""
         lengths = data["input_lengths"].tolist()
         rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
         seeds = self.row_seeds.seeds(rows, self._kind)
@@ -286,10 +286,10 @@ class SpecrolloutGeneration(VllmGeneration):
         self._ahead.plan(self._planned_step, known)
 
     def _plan_after_filter(self) -> None:
-        """Lets idle engines decode requests of the next step if rewards decide how many batches a step takes.
+        """Plans requests of the next step at the end of a step, in a run where rewards decide how many batches a step takes.
 
-        In such a run, it is known only at the end of a step that the next batch belongs to the next step. Which steps the
-        batches after it belong to is not known even then.
+        In such a run, the next batch is known to belong to the next step only when the present step has ended. For the batches
+        after it, the step is not known even then. So only the next batch is planned.
         """
         loader = PeekingLoader.latest()
         next_version = self._version + 1
@@ -330,7 +330,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._has_checked_epoch = True
 
     def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
-        """Returns the rows (samples) for `prompts` of the step whose rows policy version `version` will sample."""
+        """Returns the rows (samples) that the step of policy version `version` will have for `prompts`."""
         samples = self.facts.samples_per_prompt
         seeds = RowSeeds(self.facts.seed, version)
         gym_rows = [prompt.gym_row for prompt in prompts if prompt.gym_row is not None]
@@ -369,7 +369,7 @@ def _token_s(metrics: dict[str, float], num_engines: int) -> float | None:
 
 
 def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    """Prepares NeMo-Gym's rows with NeMo-RL's `prepare`, and gives each a seed from this process's `SpecrolloutGeneration`."""
+    """Returns what NeMo-RL's `prepare` returns for NeMo-Gym's rows, and adds a seed to each of the rows."""
     result = prepare(rows, *args, **kwargs)
     latest = SpecrolloutGeneration.latest
     generation = None if latest is None else latest()
@@ -397,7 +397,10 @@ def extend_rollouts() -> None:
 
 @ray.remote
 class SpecrolloutTrajectoryCollector(_NativeCollector):
-    """Trajectory collector of asynchronous GRPO, which tells its copy of the generation the policy version."""
+    """Trajectory collector of asynchronous GRPO.
+
+    It has a copy of the generation object, and tells this copy each new policy version, because seeds depend on the version.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -412,7 +415,7 @@ class SpecrolloutTrajectoryCollector(_NativeCollector):
 
 @ray.remote
 class SpecrolloutRolloutActor(_NativeActor):
-    """Rollout actor of the TransferQueue trainer, which counts training steps as the driver does."""
+    """Rollout actor of the TransferQueue trainer. It counts training steps itself, to know the policy version of its rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -22,7 +22,7 @@ GymRow = Mapping[str, Any]
 _MAX_PROMPTS = 1 << 16
 """Largest number of rows whose prompts are kept. When there are more, the older half is forgotten."""
 LEAST_TEXTS = 16
-"""Number of texts from which it is judged whether requests use them."""
+"""Smallest number of texts that must have been made before it is judged whether requests use them."""
 LEAST_BROUGHT = 0.5
 """Smallest share of the texts that requests should use. If agents send the prompts of their rows, requests use all texts."""
 

@@ -49,11 +49,10 @@ class SpecrolloutHeadTrainer:
         return asdict(self._online.source)
 
     def after_steps(self, version: int, facts: Sequence[StepFacts]) -> RefreshRecord:
-        """Decides after each training step in `facts` whether a refresh is due.
+        """Decides for each training step in `facts` whether a refresh is due after it. Only the last decision counts.
 
-        Refreshes the head if the last decision says so.
-
-        `version` is the policy version that computed the newest features. Returns the record of the last step.
+        Refreshes the head if it says so, which takes long. Returns a record of the refresh, or of why there was none.
+        `version` is the policy version that computed the newest features.
         """
         from safetensors.torch import load_file
 

@@ -55,8 +55,8 @@ def install(config: Any) -> bool:
     """Puts `policy.generation.specrollout` of NeMo-RL's `MasterConfig` into effect. Call it before NeMo-RL's `setup`.
 
     Returns whether the block is enabled. If it is not, nothing is changed. NeMo-RL's actors must find this package through
-    PYTHONPATH. If it is not there, a copy of the package is written into the log folder and added to PYTHONPATH. Raises
-    ConfigError if the block, the config or the installed NeMo-RL does not allow the run.
+    PYTHONPATH. If PYTHONPATH does not name the package's folder, a copy of the package is written into the log folder and
+    added. Raises ConfigError if the block, the config or the installed NeMo-RL does not allow the run.
     """
     uninstall()
     tree = config.model_dump()
@@ -104,7 +104,7 @@ def _is_controlled(config: Any) -> bool:
 def _trainers(config: Any) -> list[str]:
     """Returns the modules of NeMo-RL in which names are replaced.
 
-    They may be several, because trainers import names of others.
+    They are the modules of the run's trainer and of GRPO, because other trainers import functions of GRPO's module.
     """
     has_data_plane = (getattr(config, "data_plane", None) or {}).get("enabled")
     own = next((name for name in ("distillation", "ppo") if getattr(config, name, None) is not None), None)
@@ -243,7 +243,10 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
 
 
 def _audit_facts(tree: Any, facts: RunFacts) -> dict[str, Any]:
-    """Returns where an audit finds the weights of the run's policy versions."""
+    """Returns what an audit needs to find the weights of each policy version, as entries for `run.json`.
+
+    These are the model's folder or name, the folder of the checkpoints, and the first policy version.
+    """
     checkpointing = tree["checkpointing"]
     folder = str(Path(checkpointing["checkpoint_dir"]).absolute()) if checkpointing["enabled"] else None
     model = tree["policy"]["model_name"]

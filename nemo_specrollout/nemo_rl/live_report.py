@@ -70,7 +70,7 @@ class LiveReport:
             self._write()
 
     def _wait_for_thread(self) -> None:
-        """Waits until the thread has written its pages, which are older and would otherwise overwrite newer ones."""
+        """Waits until the thread has written its pages. Otherwise these older pages could overwrite newer ones."""
         if self._writer is not None:
             self._writer.join()
 

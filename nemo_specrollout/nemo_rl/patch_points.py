@@ -39,7 +39,7 @@ class PatchPoint:
     """A name of NeMo-RL that this package uses, and what must be true of it."""
 
     module: str
-    """Full name of the module that has the name."""
+    """Full name of the NeMo-RL module in which `name` is defined."""
     name: str
     """Name in the module. A method has its class before a dot."""
     use: Use = Use.PASSED_ON
@@ -57,7 +57,7 @@ class Change:
 
     text: str
     is_harmless: bool = False
-    """Whether this package works in spite of the change. This is so if it passes on all arguments and the result."""
+    """Whether this package works in spite of the change, because it passes on all arguments and the result as they are."""
 
 
 def changes_of(point: PatchPoint, source: PythonSource) -> list[Change]:
@@ -121,7 +121,7 @@ def check_patch_points(points: Sequence[PatchPoint], source: PythonSource | None
 
 
 def unknown_shared_names(nemo_rl: PythonSource, vllm: PythonSource) -> list[str]:
-    """Returns the names that NeMo-RL's worker extensions share with vLLM's worker, except `SHARED_NAMES`."""
+    """Returns the attribute names that NeMo-RL's worker extensions and vLLM's worker both have, except `SHARED_NAMES`."""
     extension = set().union(*(nemo_rl.members(name) for name in EXTENSIONS))
     shared = extension & set(vllm.members("vllm.v1.worker.gpu_worker.Worker"))
     return sorted(name for name in shared.difference(SHARED_NAMES) if not name.startswith("__"))

@@ -187,8 +187,8 @@ class EngineClient:
     ) -> Any:
         """Calls a method of an engine actor without waiting. Returns Ray's reference to the reply.
 
-        NeMo-RL refuses positional arguments, so `arguments` must be empty. It exists only because the type checker needs it in
-        order to compare all arguments with the method.
+        NeMo-RL refuses positional arguments, so `arguments` must be empty. The parameter exists only because the type checker
+        needs it in order to compare all arguments with the method.
         """
         assert not arguments, f"name the arguments of {method.__name__}"
         actor = self._group.get_dp_leader_worker_idx(engine)

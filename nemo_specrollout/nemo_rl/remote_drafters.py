@@ -126,7 +126,7 @@ class _Drafter:
         return self.status is not None and silence_s > (HANG_S if self.status.is_up else START_S)
 
     def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
-        """Notes a failure, and restarts the actor's process if it `is_alive`.
+        """Notes a failure of the drafter. Restarts the actor's process if `is_alive` says that this still runs.
 
         Returns a sentence about the failure, or None if a sentence about it was returned before.
         """

@@ -96,7 +96,7 @@ class RowSeeds:
         self._seen: Counter[tuple[SeedKind, int]] = Counter()
 
     def begin_version(self, policy_version: int) -> None:
-        """Resets the counts if `policy_version`, the number of training steps behind the weights, is a new one."""
+        """Sets the policy version. If it is a new one, the counts of earlier rows with the same content begin at 0 again."""
         with _lock:
             if policy_version != self._policy_version:
                 self._policy_version = policy_version
@@ -117,10 +117,10 @@ class RowSeeds:
 
 
 def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
-    """Returns the seed of the turn of `sample` whose prompt is `row`, an integer in [0, 2^63).
+    """Returns the seed for one turn of a sample's conversation, an integer in [0, 2^63).
 
-    The seed does not depend on the policy version. So samples keep their seeds if they are rolled out again with other weights
-    or on another engine.
+    `row` has the token ids of the prompt of this turn. The seed does not depend on the policy version. So samples keep their
+    seeds if they are rolled out again with other weights or on another engine.
     """
     run = combine(run_seed, SeedKind.KNOWN_SAMPLE, sample.prompt)
     return request_seed(run, content_hash(row), sample.index, sample.epoch)
@@ -174,13 +174,19 @@ def prefix_hashes(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def gym_contents(rows: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """Returns the bytes from which each row of NeMo-Gym gets its seed. They are its question, which all its samples share."""
+    """Returns for each row of NeMo-Gym the bytes from which its seed is made. They encode the question of the row.
+
+    Rows that are samples of one question have equal bytes.
+    """
     questions = [row["responses_create_params"].get("input") for row in rows]
     return [list(json.dumps(question, sort_keys=True, default=str).encode()) for question in questions]
 
 
 def given_seed(run_seed: int, given: int, prompt: Sequence[int]) -> int:
-    """Returns the seed of an HTTP request that brings the seed `given`, an integer in [0, 2^63)."""
+    """Returns the seed with which an HTTP request samples, if its client has sent the seed `given`.
+
+    It is an integer in [0, 2^63) that follows from `given`, the run's seed and the token ids of the prompt.
+    """
     return request_seed(combine(run_seed, SeedKind.GIVEN), content_hash(prompt), 0, given)
 
 

@@ -32,7 +32,7 @@ class RunFacts:
     samples_per_prompt: int = 1
     """Number of responses to each prompt of a step."""
     in_flight: bool = False
-    """Whether weights change while requests run. It is False under the SingleController, where they always do."""
+    """Whether weights change while requests run. Under the SingleController they always do, but there this stays False."""
     recomputes_kv: bool = False
     """Whether an asynchronous run wants all KV recomputed whenever the weights have changed."""
     filters_by_reward: bool = False

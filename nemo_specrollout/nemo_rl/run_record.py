@@ -59,7 +59,8 @@ class RunRecord:
     def add(self, step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
         """Begins the line of a step with its metrics, entries and alarms. Appends the step's samples, and writes its files.
 
-        A metric that has another slash in its name, such as `tail/moves`, is left out, because an entry has it.
+        Of this package's metrics, those with a group in their name, such as `specrollout/tail/moves`, are left out, because
+        the entry `tail` has them.
         """
         self.finish_step()
         ours = {k.removeprefix(PREFIX): x for k, x in metrics.items() if k.startswith(PREFIX) or k in _NATIVE_KEYS}

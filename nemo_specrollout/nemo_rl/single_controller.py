@@ -41,7 +41,10 @@ class ControlledGeneration(SpecrolloutGeneration):
         return -1 if loader is None else loader.num_taken - 1
 
     def _coming_rows(self, num_steps: int) -> list[list[EarlyRow]]:
-        """Returns the rows (samples) of up to `num_steps` coming batches, and none beyond the end of the run."""
+        """Returns for each coming batch its rows (samples) that may be decoded early.
+
+        There are at most `num_steps` batches, and none beyond the end of the run or of the epoch.
+        """
         loader = PeekingLoader.latest()
         if not isinstance(loader, EpochDataLoader):
             return []

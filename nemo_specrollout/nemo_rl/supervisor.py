@@ -178,7 +178,7 @@ def start_exchange(
 
 
 def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: int) -> KeptSpeeds:
-    """Returns the object that reads the decode speeds of an earlier start with such engines, and writes those of this run.
+    """Returns the object that keeps this run's decode speeds in a file. It reads those of an earlier start with equal engines.
 
     `generation_config` is NeMo-RL's `policy.generation`.
     """
@@ -292,10 +292,10 @@ class Supervisor:
         self._requested += seeds
 
     def end_step(self, version: int) -> dict[str, float]:
-        """Ends the step whose rows (samples) policy version `version` has sampled, and returns the metrics since `begin_step`.
+        """Ends a step and returns its metrics by name, counted since `begin_step`. They are empty if that was not called.
 
-        Logs the samples and alarms of the step. Reports the step to the head trainer, which refreshes the head if that is due.
-        Returns nothing if there was no `begin_step`.
+        `version` is the policy version that has sampled the rows of the step. Logs the samples and alarms of the step. Reports
+        the step to the head trainer, which refreshes the head if that is due.
         """
         before = self._before
         self._before = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM workers of an engine under NeMo-RL, which combine this package's vLLM worker with NeMo-RL's worker extension.
 
-vLLM refuses an extension that shares names with the worker class, but it does not check a direct base of that class. Here the
-extension is a direct base, so `with_worker_names` does the check instead.
+vLLM refuses a worker extension if the worker class already has an attribute of the same name. It does not check classes that
+are already bases of the worker class. Here NeMo-RL's extension is such a base, so `with_worker_names` does the check instead.
 """
 
 import logging
@@ -58,7 +58,7 @@ class ExtensionOverrides:
             self._part_drafter(["lm_head.weight"])
 
     def specrollout_policy_is(self, version: int) -> None:
-        """Notes the policy version, which is also the version of native heads that are trained with the policy."""
+        """Notes the policy version. Draft heads that NeMo-RL trains with the policy have the same version."""
         super().specrollout_policy_is(version)  # type: ignore[misc]
         if self.specrollout_router is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
             self.specrollout_router.samples.head_version = version

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's texts for coming steps while no engine works on them, and what weight updates have taught about such texts.
+"""The driver's texts for coming steps while no engine works on them, and what it has learned about how updates change texts.
 
-A plan tells an engine which requests of coming steps it may decode early. It lasts until the engine must stop to decode them.
+A plan tells an engine which requests of coming steps it may decode early. It lasts until the engine must stop decoding them.
 This module needs no Ray, threads or engines. So the driver of a NeMo-RL run and that of a local run can both use it.
 """
 
@@ -23,7 +23,7 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
 @dataclass(frozen=True)
 class AheadPlan:
-    """Tells one engine which requests of coming steps it may decode early, and how much a weight update may change."""
+    """Tells one engine which requests of coming steps it may decode early, and how much an update is expected to change."""
 
     rows: list[EarlyRow]
     """Requests of coming steps with their known texts, the nearest step first."""
@@ -46,9 +46,9 @@ class ComingTexts:
     def __init__(self, config: RunAheadConfig, *, begins_again: bool = False) -> None:
         """`config` limits the number of coming steps and the memory of their texts.
 
-        `begins_again` means that the engines' own requests start over when the weights change, and that the texts are theirs.
-        The engines keep such texts themselves. Then this object only learns how much of the texts agreed with the later
-        responses.
+        `begins_again` says whether the engines' own requests start over when the weights change. If so, there are no requests
+        of coming steps. The texts are then what the own requests had decoded before the change, and the engines keep them.
+        This object then only learns how much of these texts agreed with the later responses.
         """
         self._config = config
         self._begins_again = begins_again
@@ -166,9 +166,9 @@ class ComingTexts:
         return alarms
 
     def _note_flights(self, version: int) -> None:
-        """Notes the lengths of all texts when new weights have arrived.
+        """Notes how many tokens texts have, if new weights have arrived.
 
-        They are for the step of these weights and the steps after it.
+        These are the texts for the step of the new weights and for the steps after it.
         """
         self._has_new_weights = version != self._version
         if self._has_new_weights:

@@ -60,8 +60,8 @@ def ask_all(
 def replies_of(calls: Sequence[Any]) -> Iterator[Any]:
     """Yields the reply to each call of an engine actor, except those of engines that have died.
 
-    With a dead engine only texts that it has made ahead are lost, which are nothing but drafts. NeMo-RL notices the death by
-    its own calls.
+    Only the texts that a dead engine has made ahead are lost. They would have been used as drafts only, so the samples do not
+    change. NeMo-RL notices the death by its own calls.
     """
     for call in calls:
         try:
@@ -75,8 +75,8 @@ class RunAhead:
 
     When the weights of a policy version have arrived, `plan` tells the engines which requests of coming steps they may decode
     in slots that the rollout leaves empty. `work` lets engines that have nothing else to do continue with these requests, in
-    slices. `end` stops them before the weights change or the engines sleep, and collects the texts. The next `plan` gives the
-    texts to the engines again.
+    slices. `end` stops these requests before the weights change or the engines sleep, and collects their texts. The next
+    `plan` gives the texts to the engines again.
 
     Owns the texts (`ComingTexts`), and the thread that keeps idle engines at work.
 
@@ -84,10 +84,10 @@ class RunAhead:
     """
 
     def __init__(self, engines: Engines, config: RunAheadConfig, *, begins_again: bool = False) -> None:
-        """`begins_again` means that requests start over if the weights change while they run, as in an asynchronous run.
+        """`begins_again` says whether requests start over if the weights change while they run, as in an asynchronous run.
 
-        The engines then get no requests of coming steps, because they are never idle. A plan only tells them how far the next
-        weight update will probably move scores. With that they decode branches of their own requests.
+        If so, the engines get no requests of coming steps, because they are never idle. A plan only tells them how far the
+        next weight update will probably move scores, so that they can decode branches of their own requests.
         """
         self._engines = engines
         self._begins_again = begins_again
@@ -106,7 +106,7 @@ class RunAhead:
         self._thread: threading.Thread | None = None
 
     def keep(self, config: LearnedConfig, model: str, *, resumes: bool) -> None:
-        """From now on writes what weight updates teach to a file. A run that resumes begins with what the file has."""
+        """Keeps a file of what is learned from weight updates. A run that resumes begins with the content of the file."""
         self._kept = KeptUpdates(self._coming, config, model, begins_again=self._begins_again)
         self._kept.begin(resumes=resumes)
 
@@ -141,8 +141,8 @@ class RunAhead:
     def work(self, after: int) -> None:
         """Lets engines that have nothing else to do decode requests of coming steps, in slices, until `end`.
 
-        A synchronous engine starts with this when it has ended `after` calls of `generate` since the start of the run. So it
-        does not start before it has done its part of the current rollout.
+        A synchronous engine waits until it has answered `after` calls of `generate` since the start of the run. The last of
+        these calls is for the current rollout, so the engine does its part of this rollout first.
         """
         self._after = after
         if self._thread is None and self._is_planned and not self._begins_again:
@@ -155,14 +155,10 @@ class RunAhead:
 
         Args:
             keeps_cache: Whether the engines keep their cached prefixes. Requests under new weights must not read prefixes of
-                old
-                weights. So this may be true if the weights stay the same. It may also be true for asynchronous engines. There
-                    vLLM
-                cannot drop prefixes while requests run, but later requests do not find old ones
-                (generation/engine/fresh_prefixes.py).
-            is_interrupted: Whether the plan ends before the weights change. If so, it does not show how many requests engines
-                can
-                start in the time of a step.
+                old weights, so this may be true if the weights stay the same. It may also be true for asynchronous engines, on
+                which later requests do not find old prefixes (generation/engine/fresh_prefixes.py).
+            is_interrupted: Whether the plan ends before the weights change. If so, nothing is learned from the number of
+                requests that the engines have started.
         """
         thread = self._thread
         self._thread = None
@@ -210,9 +206,9 @@ class RunAhead:
                 self._coming.observe_price(prices[1], token_s)
 
     def _run(self) -> None:
-        """Lets each engine decode requests of coming steps, slice after slice, until they have ended or `end` is called.
+        """Lets each engine decode requests of coming steps, slice after slice. This is what the thread runs.
 
-        This is what the thread runs.
+        An engine stops when it has no more of these requests, and all stop when `end` is called.
         """
         calls = {self._advance(engine): engine for engine in range(self._engines.num_engines)}
         while calls and not self._stop.is_set():

@@ -20,8 +20,8 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 LOOK_STEPS = 8
 """Number of engine steps between two checks of which early requests to start or stop, if no request comes or goes."""
 STARTS_AT_ONCE = 8
-"""Most early requests that start in one engine step. Each start is a call of vLLM, so more of them would make the step
-long."""
+"""Largest number of early requests that start in one engine step. Each start is a call of vLLM, so more of them would make
+the step long."""
 GROWTH_STEPS = 64
 """An early request starts only if the KV cache has room for every request to grow by this number of tokens."""
 MOST_LEFTOVERS = 64
@@ -41,10 +41,10 @@ class EarlyFigures:
     num_branches: int = 0
     """Number of branches of texts that were started."""
     num_stopped: int = 0
-    """Number of texts and branches that were stopped, because the engine's own requests needed room or they saved no more
-    time."""
+    """Number of texts and branches that were stopped. The engine's own requests needed their room, or decoding them further
+    would not have saved time."""
     num_tokens: int = 0
-    """Number of tokens that these texts and branches have made."""
+    """Number of tokens that the engine has decoded for texts of coming steps and for their branches."""
     num_steps_beside: int = 0
     """Number of engine steps with both early requests and the engine's own ones."""
     num_steps_alone: int = 0
@@ -152,7 +152,7 @@ class EarlyRequests:
     size: EngineSize
     early: EarlyTexts
     longest: int = 0
-    """Number of tokens of the longest prompt, including the known text for its request."""
+    """Largest number of tokens that a request of the plan has in its prompt and its known text together."""
     prices: EarlyPrices | None = None
     """Measured times of the engine. Until they are known, early requests run only while the engine has no others."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)
@@ -160,7 +160,7 @@ class EarlyRequests:
     _followed: dict[int, _Running] = field(default_factory=dict)
     """The engine's own requests whose tokens are read, so that branches of them can be started."""
     _untold: set[int] = field(default_factory=set)
-    """Names of requests whose near-ties the vLLM worker may still have."""
+    """Names of requests of which the vLLM worker may have near-ties that this object has not got yet."""
     _num_waits: int = 0
     """Number of checks in a row at which one of the engine's own requests had no token yet."""
     _noted_s: float = 0.0
@@ -180,7 +180,7 @@ class EarlyRequests:
 
     @property
     def untold(self) -> list[int]:
-        """Names of requests whose near-ties the vLLM worker may still have."""
+        """Names of requests of which the vLLM worker may have near-ties that this object has not got yet."""
         return sorted(self._untold)
 
     @property
@@ -227,9 +227,9 @@ class EarlyRequests:
                 self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
 
     def note_time(self, num_own: int, now: float) -> None:
-        """Adds the delay of the engine's own requests since the last call to `delay_s`, if engine steps cannot be counted.
+        """Adds to `delay_s` by how much the engine's own requests were delayed since the last call of this method.
 
-        `now` is the current time in seconds.
+        For engines whose engine steps cannot be counted. `now` is the current time in seconds.
         """
         if self._running and num_own and self.prices is not None:
             delay_s = self.prices.delay_s(num_own, self.num_running)
@@ -237,7 +237,7 @@ class EarlyRequests:
         self._noted_s = now
 
     def give_way(self, load: OwnLoad) -> list[int]:
-        """Returns the names of early requests to stop, because others need their room or they do not save time any more."""
+        """Returns the names of early requests to stop. They save no more time, or own requests need their slot or KV cache."""
         running = self.num_running
         if not running:
             self._num_waits = 0
@@ -348,7 +348,7 @@ class EarlyRequests:
             self.early.stopped(name)
 
     def take_ties(self, reply: Mapping[Any, Sequence[Any]] | None) -> None:
-        """Reads the tokens of all requests, and stores the near-ties in a reply of `specrollout_take_ties`."""
+        """Reads the tokens of all requests. Then stores the near-ties that `specrollout_take_ties` has returned as `reply`."""
         self.read_all()
         for name, (first, gaps, runners_up) in (reply or {}).items():
             self.early.ties(int(name), int(first), gaps, runners_up)
@@ -446,5 +446,5 @@ def _ends(params: Any, token_id: int) -> bool:
 
 
 def longest_of(rows: Iterable[Any]) -> int:
-    """Returns the number of tokens of the longest prompt, including the known text for its request, among `EarlyRow`s."""
+    """Returns the largest number of tokens that an `EarlyRow` has in its prompt and its known text together, or 0."""
     return max((len(r.prompt) + (0 if r.known is None else r.known.num_tokens) for r in rows), default=0)

@@ -84,7 +84,7 @@ class _Flight:
 
     row: EarlyRow
     worth: Worth
-    """How much time it can save to start the text of the request."""
+    """What decides how much time can be saved by starting the text of the request."""
     paths: list[_Path] = field(default_factory=list)
     is_known_now: bool = False
     """Whether the engine's current weights have made the known text of the row. If so, the text was started before and
@@ -94,10 +94,10 @@ class _Flight:
 
 
 class EarlyTexts:
-    """Owns the texts of an engine's early requests. The name that `next` gives identifies a text or a branch.
+    """Owns the texts of an engine's early requests. Each text and each branch has a number as its name, which `next` gives it.
 
-    It can also follow own requests of the engine, which newer weights may have to decode again. The engine decodes the texts
-    of these requests anyway, so `next` starts only branches of them.
+    `follow` also adds requests of the engine's own, because these may have to start over with newer weights. The engine
+    decodes their texts anyway, so `next` starts only branches of them.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class EarlyTexts:
         return before + path.tokens[: position - path.position]
 
     def _tell_ties(self, index: int, number: int) -> None:
-        """Passes near-ties of a path to `BranchChoice`, for those tokens that are known together with their near-ties."""
+        """Passes the score gaps and runners-up of a path's further tokens to `BranchChoice`, as far as all are known."""
         path = self._flights[index].paths[number]
         known = min(len(path.gaps), len(path.tokens))
         first = max(path.num_grown, int(number > TEXT))  # the first token of a branch cannot flip back
@@ -315,9 +315,9 @@ class EarlyTexts:
             self._running[path.name] = self._worth(path.name)
 
     def _text_worth(self, row: EarlyRow) -> Worth:
-        """Returns what decides how much time it can save to start the text of a row.
+        """Returns what decides how much time can be saved by starting the text of a row now.
 
-        A complete text needs new tokens only if the next weights change it, so it can save less.
+        A text that is complete already needs new tokens only if the next weights change it. So less time can be saved.
         """
         k = row.steps_ahead
         probability = self._kept**k
@@ -338,8 +338,8 @@ class EarlyTexts:
     def _text(self, flight: _Flight) -> TextAhead | None:
         """Returns the known text of a row, or None if there is none.
 
-        The text begins with the tokens that the current weights have made. If a text or branch that was known before agrees
-        with these tokens and is longer, the rest of it follows.
+        The text begins with the tokens that the current weights have made. Its rest comes from the text that was known before
+        or one of its branches, whichever agrees with these tokens the longest.
         """
         known = flight.row.known
         path = flight.paths[TEXT] if flight.paths else None

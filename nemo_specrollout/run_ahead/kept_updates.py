@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what a driver has learned from weight updates about texts made ahead in a file, for the next start of the run."""
+"""Keeps a file of what the driver has learned about how weight updates change texts. The next start of the run reads it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from nemo_specrollout.learned.state import begin_with, state_of
 from nemo_specrollout.run_ahead.coming_texts import ComingTexts
 
 KIND = "run_ahead"
-"""Prefix of the names of the files that keep what weight updates have taught."""
+"""Prefix of the names of the files that keep what was learned from weight updates."""
 
 
 class KeptUpdates:
@@ -19,9 +19,9 @@ class KeptUpdates:
     """
 
     def __init__(self, coming: ComingTexts, config: LearnedConfig, model: str, *, begins_again: bool = False) -> None:
-        """`model` is the policy's name, and `begins_again` is that of `ComingTexts`.
+        """`model` is the policy's name. `begins_again` is the argument with which `coming` was made.
 
-        Files with another of these values are not read.
+        A file of a run with another `model` or another `begins_again` is not read.
         """
         self._coming = coming
         self._file: KeptFile | None = None

@@ -27,7 +27,7 @@ _EARLIER = 0.5
 
 @dataclass(frozen=True)
 class OwnRow:
-    """One of the engine's own requests, in the form that `EarlyRow.row` needs to start branches of it."""
+    """What is needed of one of the engine's own requests to start branches of it. Its `EarlyRow` has this as `row`."""
 
     seed: int
     params: Any

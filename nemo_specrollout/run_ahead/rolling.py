@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What synchronous and asynchronous engines do alike while they decode early requests of a plan (`run_ahead`).
 
-`rolling_engine.py` and `rolling_stream.py` have what differs. This is how the engine steps, how questions to it are asked and
-answered, and how its requests are started and stopped.
+Synchronous engines (`rolling_engine.py`) and asynchronous ones (`rolling_stream.py`) differ in how they step, how questions to
+them are asked and answered, and how their requests are started and stopped.
 """
 
 import itertools
@@ -30,8 +30,7 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 50
-"""Most attempts to make vLLM drop its cached prefixes, which requests under the next weights must not read. vLLM refuses this
-while an engine step is under way."""
+"""Largest number of attempts to make vLLM drop its cached prefixes, which vLLM refuses while an engine step is under way."""
 RETRY_S = 0.02
 """Seconds between two attempts to make vLLM drop its cached prefixes."""
 _TIME_SHARE = 0.01
@@ -49,7 +48,7 @@ class StaleCache(RuntimeError):
 
 
 class Seldom:
-    """Tells when a question may be asked again, so that its answers take at most a hundredth of the time.
+    """Tells when the vLLM workers may be asked a question again, so that the answers take at most a hundredth of the time.
 
     Ask the question in a `with` statement of this object, which measures how long the answer takes.
     """
@@ -92,7 +91,7 @@ class Rolling:
     """Owns the early requests of an engine, which are those of coming steps and branches. Never waits.
 
     A plan says which early requests the engine may decode. It lasts from the call of `plan` until that of `end`, which are
-    methods of the subclasses. Without a plan this object is idle. It also owns what was learned in earlier plans.
+    methods of the subclasses. Without a plan this object is idle, but it keeps what was learned in earlier plans.
     """
 
     def __init__(self, request_of: RequestOf, most_branches: int) -> None:
@@ -119,10 +118,10 @@ class Rolling:
         return EarlyWorth() if self._early is None else self._early.worth()
 
     def follow(self, row: EarlyRow) -> int:
-        """Registers one of the engine's own requests, so that branches of it are started. Returns its name.
+        """Registers one of the engine's own requests, so that branches of it are started. Returns the name of the request.
 
-        Call it before the request starts, if newer weights may have to decode the request again. The request needs its name as
-        `ties` in its identity.
+        Call this method before the request starts, and only if newer weights may have to decode the request again. The caller
+        must put the name into the request's sampling parameters, as `ties` in this package's entry (`EXTRA_ARGS_KEY`).
         """
         assert self._early is not None, "there is no plan"
         return self._early.follow(row)
@@ -164,11 +163,11 @@ class Rolling:
         return self._early
 
     def _questions(self, early: EarlyRequests, load: OwnLoad) -> list[Question]:
-        """Returns the questions that must be answered before early requests start.
+        """Returns the questions to the vLLM workers that must be answered before early requests start, or an empty list.
 
         One asks for the times of engine steps, once in each plan. The other asks for near-ties, at which branches may start. A
-        question is not repeated too soon (`Seldom`). While no early request could start, nothing is asked, unless the vLLM
-        worker keeps near-ties of too many ended requests.
+        question is not repeated too soon (`Seldom`). While there is no free slot for an early request, nothing is asked. The
+        exception is that a vLLM worker keeps near-ties of too many ended requests.
         """
         if not early.has_slot(load):
             return self._asks_for_ties(early, self._asks_ties) if early.has_leftovers else []

@@ -2,7 +2,7 @@
 """A synchronous engine that decodes early requests, those of coming steps, in slots that its own requests leave free.
 
 The code that drives the engine sees only the engine's own requests. vLLM's `LLM.generate`, `HostedEngine` and `TurnShard` all
-step `llm.llm_engine`. Three methods of this object are wrapped while there is a plan.
+step vLLM's object `llm.llm_engine`. While there is a plan, three methods of `llm.llm_engine` are wrapped.
 """
 
 import time

@@ -71,7 +71,7 @@ class RollingStream(Rolling):
         self._keeper = asyncio.create_task(self._keep(early))
 
     async def own(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of one of the engine's own requests. Stops early requests that take room which it needs."""
+        """Passes on the outputs of one of the engine's own requests. Stops early requests whose slot or KV cache it needs."""
         token = object()
         self._own.add(token)
         self._is_due = True
@@ -157,7 +157,7 @@ class RollingStream(Rolling):
         return load._replace(num_requests=num_requests, is_waiting=load.is_waiting or num_requests > load.num_requests)
 
     def _give_way(self) -> None:
-        """Stops early requests that take room which the engine's own requests need, or that save no more time."""
+        """Stops early requests that save no more time, or whose slot or KV cache the engine's own requests need."""
         early = self._early
         if early is not None:
             names = early.give_way(self._load(early))

@@ -33,7 +33,7 @@ class TextAhead:
     is_complete: bool = False
     """Whether the response has ended."""
     num_older: int = 0
-    """Number of tokens at the end that were sampled, like their gaps, by older weights than the tokens before them."""
+    """Number of tokens at the end of the text that come from older weights than the tokens before them. So do their gaps."""
 
     @property
     def num_tokens(self) -> int:
@@ -46,10 +46,10 @@ class TextAhead:
         return len(self.tokens) + len(self.gaps) + len(self.runners_up) + sum(len(b.text) for b in self.branches)
 
     def with_made(self, made: Sequence[int]) -> "TextAhead":
-        """Returns the known text of a request that had this text, after it has sampled the tokens `made` under newer weights.
+        """Returns the newest text of a request that had this text and has then sampled the tokens `made` under newer weights.
 
-        The result begins with `made`. Then it continues like this text or the branch that agrees with `made` for the most
-        tokens.
+        The new text begins with `made`. Its rest comes from this text or one of its branches, whichever agrees with `made` for
+        the most tokens.
         """
         tokens, branches = begun_again(made, self.tokens, self.branches)
         num_common = num_kept(self.tokens, np.frombuffer(tokens, np.int32))
@@ -80,9 +80,10 @@ class KeptCounts(NamedTuple):
     """Number of texts that differ from their response at a token whose score gap is known from the latest weights. Only the
     first such difference of a text counts."""
     num_runners_up: int = 0
-    """Number of the texts in `num_flips` for which the new weights sampled the runner-up at this token."""
+    """Number of the texts counted in `num_flips` whose response has the runner-up at the first difference."""
     num_followed: int = 0
-    """Number of branches that agreed with the response at the token where the text, or the branch before, differed from it."""
+    """Number of branches that were of use. Each has the response's token where the text, or the branch before it, differs from
+    the response."""
     num_brought: int = 0
     """Number of requests that had a text made ahead, including requests that have not ended."""
     gaps_G: Array = NO_GAPS
@@ -121,7 +122,10 @@ def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts
 
 
 def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
-    """Returns how many tokens of the text and its branches agree with the response, and how many branches were followed."""
+    """Returns how many tokens of the text and its branches agree with the response, and how many branches were of use.
+
+    A branch is of use if it has the response's token where the text, or the branch before it, differs from the response.
+    """
     path = first = followed = 0
     own = text.tokens
     while True:

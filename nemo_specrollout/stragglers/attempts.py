@@ -69,8 +69,8 @@ class Response:
     def begin_again(self) -> None:
         """Lets the response begin again under new weights. Its tokens so far become the request's text made ahead.
 
-        The request may already have a longer text made ahead, or a branch of one. If this text agrees with the tokens, the
-        rest of it is put behind them (`begun_again`). Open attempts then generate the response from its beginning.
+        If the request already has a longer text made ahead, the rest of this text or of one of its branches is put behind
+        these tokens (`begun_again`). Open attempts then generate the response from its beginning.
         """
         assert isinstance(self.request, RolloutRequest)
         ahead, branches = begun_again(self.tokens, self.request.ahead, self.request.branches)

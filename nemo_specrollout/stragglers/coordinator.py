@@ -134,9 +134,10 @@ class Coordinator:
         return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """Stops and forgets all running requests. If `keys` is given, all requests that are not in it go on.
+        """Stops and forgets the running requests among `keys`, or all running requests if `keys` is None.
 
-        A request that has ended stays until `take`. But after a call without `keys`, `advance` no longer reports it.
+        The responses of requests that have ended stay until `take` is called. If `keys` is None, `advance` will not report
+        these requests.
         """
         if keys is None:
             self._ended = []
@@ -289,7 +290,7 @@ class Coordinator:
                 self._finish(key, engine)
 
     def _finish(self, key: int, winner: int) -> None:
-        """Ends a request whose response `winner` has completed.
+        """Ends a request. The engine `winner` has completed its response.
 
         Stops the other racers, and learns the length of the response.
         """
@@ -306,7 +307,7 @@ class Coordinator:
             self._saved_s = self._savings.saved_s(now_s, self.responses, self._speeds, self.engines.methods)
 
     def _lose(self, engine: int) -> None:
-        """Closes the attempts of an engine that has died. Requests that no other engine has then wait for another engine."""
+        """Closes the attempts of an engine that has died. Requests that only this engine had will wait for another engine."""
         self._savings.is_unknown = True
         died_s = time.perf_counter()
         for key in list(self._assigned[engine].attempts.values()):

@@ -123,8 +123,8 @@ class IdleLooks:
     num_declined: int = 0
     """Number of moves and races that the decisions would have made if no engine could decode requests of coming steps."""
     worth: float = 0.0
-    """Seconds that a second of decoding requests of coming steps saves later, in an engine that does nothing else. It is the
-    mean over the engines, summed over the decisions."""
+    """Sum over the decisions of this value: the seconds that an engine saves later with each second in which it decodes only
+    requests of coming steps, as the mean over the engines."""
 
     def note(self, idle: IdleTime, decision: TailDecision) -> None:
         if idle.has_worth:

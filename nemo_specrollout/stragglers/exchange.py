@@ -171,7 +171,7 @@ class StragglerExchange:
     def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
         """Adds requests of an engine. Returns the attempts that the engine should start at once.
 
-        It returns none while the exchange is paused. Their requests start after `resume`.
+        While the exchange is paused, nothing is returned, and the requests start after `resume`.
         """
         with self._guarded():
             self._member(engine)
@@ -226,9 +226,9 @@ class StragglerExchange:
     def pause(self, patience_s: float = PAUSE_PATIENCE_S) -> tuple[int, ...]:
         """Prepares for new weights. Ends all races, and sends no more turns until `resume`.
 
-        Waits at most `patience_s` seconds for the turns that engines still have, and returns the engines that still have some
-        then. Such an engine may still decode with the old weights and use prefixes that they have cached. This is so even if
-        other engines have already ended its requests. So the weights must not change while this list is not empty. Call this
+        Waits at most `patience_s` seconds until all engines have ended their turns. Returns the engines that have not ended
+        theirs by then. These may still decode with the old weights and use prefixes that the old weights have cached, even if
+        other engines have already ended their requests. So the weights must not change unless the result is empty. Call this
         method again to wait longer.
         """
         with self._guarded():
@@ -354,7 +354,7 @@ class StragglerExchange:
                 self._fleet.leave(engine)
 
     def _take_ended(self) -> None:
-        """Takes the requests that have ended from the coordinator, and adds their metrics to the totals.
+        """Makes the coordinator forget the requests that have ended, and adds their metrics to the totals.
 
         In a rollout of synchronous engines this is done once, with all requests together. Only then does the coordinator know
         how much time moves and races have saved.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the decode speeds that engines have measured in a file, for the next start of the run or of a similar one."""
+"""Keeps a file of the decode speeds that engines have measured, for the next start of the run or of a similar one."""
 
 import hashlib
 import json
@@ -137,5 +137,8 @@ def _digest(file: Path) -> str:
 
 
 def with_kept(named: SpeedTableFile | None, kept: KeptSpeeds) -> SpeedTableFile | None:
-    """Returns `named`, the decode speeds in a file that the user has named, or the kept ones if the user has named none."""
+    """Returns the decode speeds with which a run begins, or None if there are none.
+
+    They are `named`, which come from a file that the user has named. If `named` is None, they are those in `kept`.
+    """
     return kept.begin() if named is None else named

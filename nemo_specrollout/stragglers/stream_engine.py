@@ -102,7 +102,7 @@ class StreamEngine:
             attempt.task = asyncio.create_task(self._consume(attempt))
 
     async def stop_all(self) -> None:
-        """Stops all attempts, and waits until vLLM has released them and those that were stopped before."""
+        """Stops all attempts. Waits until vLLM has released them, and also all attempts that were stopped earlier."""
         await self._stop(list(self._attempts))
         if self._ending:
             await asyncio.wait(self._ending)

@@ -202,8 +202,8 @@ def roll_out_shard(
 ) -> list[Rollout]:
     """Rolls out an engine's own `requests` together with other engines, which may take over requests from each other.
 
-    Returns the responses to `requests`, in the same order. The index in the `home` of each request must be its position in
-    `requests`. The engine takes turns until all requests of all engines have ended.
+    Returns the responses to `requests`, in the same order. The `home` of each request must be the pair of the engine's number
+    and the request's index in `requests`. The engine takes turns until all requests of all engines have ended.
 
     At most one call of the exchange is pending at a time. Meanwhile the engine works on the next turn, if the exchange has
     already ordered one. Otherwise, if it has nothing to decode, it decodes requests of coming steps (`idle`). Raises

@@ -53,16 +53,16 @@ class TurnResult:
     """An engine's report on one turn, which identifies attempts by their names. An attempt is its work on one request."""
 
     parts: dict[int, Tokens]
-    """New tokens of each attempt."""
+    """New tokens of each attempt, by the attempt's name."""
     finished: dict[int, str] = field(default_factory=dict)
     """Finish reason (`stop` or `length`) of each attempt that has ended. All of these attempts are also in `parts`, even those
     without new tokens."""
     work: TurnWork = TurnWork()
     policy_version: int = 0
     steady: tuple[int, ...] = ()
-    """Attempts that already had tokens before this turn and were decoded during all of it."""
+    """Names of the attempts that already had tokens before this turn and were decoded during all of it."""
     refused: tuple[int, ...] = ()
-    """Attempts that the engine has refused because their requests are invalid."""
+    """Names of the attempts that the engine has refused because their requests are invalid."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class EngineFleet(Protocol):
     def is_alive(self, engine: int) -> bool: ...
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns how much time the engine can save by decoding requests of coming steps, as far as it is known."""
+        """Returns how much time the engine can save by decoding requests of coming steps, as the engine has last reported."""
 
 
 class IdleWork(Protocol):
@@ -117,9 +117,9 @@ class IdleWork(Protocol):
         """
 
     def worth(self) -> EarlyWorth:
-        """Returns how much time this work can save later.
+        """Returns how much time the engine can save later by decoding these requests now.
 
-        It is `NOTHING_EARLY` if no work is left, or if nothing was measured yet.
+        Returns `NOTHING_EARLY` if no such request is left, or if nothing was measured yet.
         """
 
 

@@ -116,7 +116,10 @@ class BranchChoice:
         return 0.0
 
     def next(self, num_free: int) -> list[Branch]:
-        """Returns up to `num_free` branches, the most likely ones, and counts them as started."""
+        """Returns up to `num_free` branches that were not started, and counts them as started.
+
+        They are those which the new weights will most likely take.
+        """
         chosen: list[Branch] = []
         while self._candidates and len(chosen) < num_free:
             negative, _, request, paths, parent, index = heapq.heappop(self._candidates)

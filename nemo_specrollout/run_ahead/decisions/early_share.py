@@ -4,19 +4,19 @@
 In this file an early request is one of a coming step. A "step" is an engine step unless it is called a coming step.
 
 While an early request runs, it makes the steps of the engine longer. After each weight update, its tokens are verified, and
-each token takes a row. The time that it saves depends on how far its text gets, because the fewer responses share a step of
-plain decoding, the more the step costs per token. At the beginning all responses of a full engine share each step. So the
-first tokens of a text are cheap and save little. Only long responses get far, so late tokens come in steps with few responses,
-and save much.
+each token takes a row. The time that it saves depends on how long its text gets. In plain decoding, a step costs more per
+token if fewer responses share it. At the beginning all responses of a full engine share each step. So the first tokens of a
+text replace cheap tokens and save little. Only long responses are left later. So the late tokens of a text come in steps with
+few responses, and save much.
 
 A phase is the time between two updates. A text for a coming step that is several updates away continues in each phase until
-then. It would also do so if it began one phase later. So this phase does not gain the tokens that are made in it, but those
-that the text reaches only because of it. Take a text of K tokens that has k phases left, with P tokens in each phase. It gets
-to K + k P tokens, and without this phase to K + (k - 1) P. Most responses end before that. So a text for a farther coming step
+then. It could also begin in the next phase, and would then only be shorter in the end. So the gain of the present phase is
+this difference in the final length. Take a text of K tokens that has k phases left, with P tokens in each phase. It gets to
+K + k P tokens, and without this phase to K + (k - 1) P. Most responses end before that. So a text for a farther coming step
 saves less, because short responses will be ready in time anyway.
 
-Shapes: R numbers of requests in a step, from 0 on. E early requests, best first. L responses. J positions at which the number
-of running responses changes, which are 0 and all lengths.
+Shapes: R possible counts of requests in a step, which are 0, 1, 2 and so on. E early requests, best first. L responses. J
+positions at which the number of running responses changes, which are 0 and all lengths.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,9 @@ Array = np.ndarray[Any, Any]
 
 
 UNCERTAIN = 0.05
-"""Share by which two rates must differ to be distinguished, because step times are measured. If rates differ by less, the one
-with more texts is chosen, because a rollout takes as long as its slowest request."""
+"""Share of the best rate by which another rate may be lower and still count as equal, because step times are measured. A rate
+is in right tokens per second. Of equal rates, the one with the most early requests is chosen, because a rollout takes as long
+as its slowest request."""
 
 
 MOST_OWN = 8
@@ -61,9 +62,9 @@ class PlainRollout:
     """
 
     def __init__(self, seconds_R: Array, length_L: Sequence[int] | Array) -> None:
-        """`seconds_R` has the seconds of an engine step without drafts by its number of requests.
+        """`length_L` has the lengths of all responses of the rollout, in tokens.
 
-        `length_L` has all lengths.
+        `seconds_R` has the seconds of an engine step without drafts, by its number of requests.
         """
         lengths = np.sort(np.asarray(length_L, np.float64))
         running_L = np.arange(len(lengths), 0, -1)
@@ -109,17 +110,17 @@ class PlainRollout:
         return missing_E
 
     def _seconds(self, position_E: Array) -> Array:
-        """Returns the seconds until all responses have reached a position.
+        """Returns the seconds until every response has reached each position or has ended before it, float64 [E].
 
-        Beyond the longest response, one response is running.
+        For positions beyond the longest response, it is assumed that one response goes on.
         """
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._seconds_J) + beyond_E * self._last_s
 
     def _tokens(self, position_E: Array) -> Array:
-        """Returns the number of tokens of all responses up to a position.
+        """Returns the number of tokens that all responses have up to each position, float64 [E].
 
-        Beyond the longest response, one response is running.
+        For positions beyond the longest response, it is assumed that one response goes on.
         """
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._tokens_J) + beyond_E
@@ -174,8 +175,7 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     Args:
         prices: Measured times of the engine.
         num_own: Number of running requests of the current step. If it is 0, nobody waits for the engine. Then the result is
-            the
-            number of early requests that makes the most right tokens per second.
+            the number of early requests that makes the most right tokens per second.
         worths: For each early request that runs or could start, what decides how much time a token of it can save. The best
             request comes first.
     """
@@ -189,9 +189,9 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
 
 
 def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
-    """Returns `num_early` for an engine that has requests of its own.
+    """Returns how many early requests should run beside `num_own` requests of the engine's own, which may be 0.
 
-    `gain_E` is the gain of the first 1, 2, ... early ones.
+    `gain_E` has the seconds gained by the tokens of the first 1, 2, ... early requests.
     """
     cost_E = prices.steps_beside(num_own, len(gain_E)) - prices.step_s(num_own)
     best = int((gain_E - cost_E).argmax())

@@ -71,9 +71,8 @@ class FlipModel:
         """Learns from one weight update.
 
         Args:
-            gap_P: Gaps between the best two scores, at the positions whose tokens are known under the old and the new weights,
-                up to
-                the first changed token of each text.
+            gap_P: Gaps between the best two scores, at the positions whose tokens are known under the old and the new
+                weights, up to the first changed token of each text.
             num_flips: Number of texts in which the new weights sampled another token at one of these positions.
         """
         self.observe_counts(counts_of_gaps(gap_P), num_flips)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides for how many coming steps texts are made. Free slots limit the number, and so does what weight updates change.
+"""Decides for how many coming steps texts are made. It depends on free slots, and on how much weight updates change the texts.
 
 A text for the step after k weight updates is verified after each of them, and tokens that have changed are generated again. A
 token of the text is useful if all k updates leave it unchanged.
@@ -22,8 +22,8 @@ from nemo_specrollout.config.block import MOST_STEPS_AHEAD
 _ASSUMED_KEPT = 0.95
 """Share of a text that a weight update is assumed to leave unchanged, before the first update is observed."""
 _ASSUMED_PRICE = 0.15
-"""Assumed time of a verified row, as a share of the time that a token saves if it is accepted. It holds until it is
-measured."""
+"""Time of a verified row, as a share of the time that an accepted token saves. This value is assumed until the engines have
+measured it."""
 _NEW = 0.5
 """Weight of the latest weight update relative to all earlier ones, because updates change in size during a run."""
 

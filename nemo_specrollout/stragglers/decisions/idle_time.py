@@ -3,9 +3,9 @@
 
 An engine whose requests have ended can take over a straggler, race for one, or decode requests of coming steps early. This
 last choice is called early work. All three choices are measured in seconds of a rollout, so that they can be compared. A move
-that ends the rollout one second earlier saves one second. How much time a second of early work saves, the engine measures
-itself (`run_ahead/decisions/early_share.py`). The engine saves it only in its own part of a later rollout, but a rollout ends
-only when all engines have ended. Therefore this saving is divided by the number of engines.
+that ends the rollout one second earlier saves one second. The engine itself measures how much time a second of early work
+saves (`run_ahead/decisions/early_share.py`). This time is saved only in the engine's own part of a later rollout, but a
+rollout ends only when all engines have ended. Therefore the saving is divided by the number of engines.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class IdleTime:
     """How much time each engine saves later by early work, which is decoding requests of coming steps."""
 
     worth_E: tuple[EarlyWorth, ...] = ()
-    """For each engine, the time that it saves later. It is empty without `run_ahead`."""
+    """For each engine, how much time it can save later by early work. Empty without `run_ahead`."""
 
     @property
     def has_worth(self) -> bool:

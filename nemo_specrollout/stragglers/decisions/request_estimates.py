@@ -18,7 +18,8 @@ NUM_GROUPS = 8192
 NUM_OF_GROUP = 32
 """Number of latest response lengths that are remembered for each prompt."""
 SIBLING_WEIGHT = 0.5
-"""Weight of the length of one sibling, if all other lengths together have the weight 1."""
+"""Weight of the length of one sibling, which is another sample of the same prompt, in the estimate of a response's length. All
+remembered lengths of any prompt together have the weight 1."""
 
 
 class LengthEstimator:
@@ -82,8 +83,8 @@ HALF_TOKENS = 48.0
 """A request's own measurement counts half if it took as long as a typical request needs for this number of tokens. The
 relative speed of its task counts for the other half."""
 SHARED_SPEED = 0.5
-"""If a request is faster or slower than expected under one draft method, this share of the difference (as a logarithm) is
-expected under another method."""
+"""Share of a request's deviation from its expected speed that carries over to other draft methods. If the request is faster
+than expected under one method, the others are expected to be faster by this share of the difference (as a logarithm)."""
 ALL = slice(None)
 
 
@@ -103,9 +104,9 @@ class RequestSpeeds:
         self._free: list[int] = []
 
     def begin(self, num_requests: int, task_speed_M: np.ndarray) -> list[int]:
-        """Adds `num_requests` requests of a task with the relative speeds `task_speed_M`.
+        """Adds `num_requests` requests of one task. Returns for each of them its row number in the estimates.
 
-        Returns a row number for each request.
+        `task_speed_M` has the speed of the task's requests under each draft method, relative to a typical request.
         """
         size = len(self._made_RM)
         missing = num_requests - len(self._free)

@@ -34,7 +34,7 @@ class SpeedRow:
     """Batch sizes, which are numbers of requests in the engine, ascending."""
     tokens_per_s: tuple[float, ...] = bounded(above=0.0)
     weights_s: tuple[float, ...] = bounded(above=0.0)
-    """Seconds over which each speed was measured, summed over the requests of the batch."""
+    """Weight of each speed, which is the measured time in seconds multiplied by the batch size."""
     acceptance: float = bounded(0.0, low=0.0, high=1.0)
     """Acceptance rate of the method's draft tokens, or 0 if it was not measured. It is for information only."""
 

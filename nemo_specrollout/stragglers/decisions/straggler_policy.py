@@ -20,15 +20,16 @@ from nemo_specrollout.stragglers.decisions.tail_forecast import TailForecast, Ta
 NUM_LAST = 4
 """Number of requests of an engine that are considered for a move or a race. They are those that will end last."""
 MAX_CHANGES = 64
-"""When a decision has started and stopped this number of attempts, it makes no further plan. Its last plan may exceed the
-number."""
+"""Number of attempts that a decision may start or stop. When the number is reached, no further plan is made, but the last
+plan may go beyond it."""
 MAX_UNIMPROVABLE = 16
-"""When no change gains enough time for this number of engines, the tail policy looks at no further engines."""
+"""A decision looks at the engines in turn, the last to end first. When it has found no useful change for this number of
+engines, it looks at no more."""
 LEAST_CHANCE = 0.05
 """Probability of winning below which a racer gives up."""
 RACE_PREMIUM = 0.01
-"""A race must gain more than a move to be preferred, because a move frees a slot of the source engine, and a race does not.
-The difference is this share of the seconds until the source engine ends."""
+"""Handicap of races against moves, because a move frees a slot of the source engine, and a race does not. A race is preferred
+only if it gains more by at least this share of the seconds until the source engine ends."""
 
 
 @dataclass(frozen=True)

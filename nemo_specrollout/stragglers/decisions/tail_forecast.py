@@ -50,8 +50,9 @@ class Assignment:
 def undisturbed_end_s(
     before: Assignment, lengths_R: np.ndarray, speed_RM: np.ndarray, method_E: np.ndarray, speeds: SpeedModel
 ) -> float:
-    """Returns when a rollout would have ended if every engine had kept its requests, by the clock of `before.reported_s_E`.
+    """Returns the time at which a rollout would have ended if every engine had kept its requests.
 
+    The time is in seconds of the clock that `before.reported_s_E` uses.
     `lengths_R` has the final number of response tokens of each request. `speed_RM` has the decode speed of each request under
     each draft method, relative to a typical request. `method_E` has the draft method of each engine.
     """
@@ -77,7 +78,7 @@ class TailObservation:
     num_tokens_R: np.ndarray
     """Number of tokens of the prompt and the response in the attempt that is furthest ahead, int64."""
     remaining_R: np.ndarray
-    """Expected number of tokens that this attempt still has to generate, float64."""
+    """Expected number of tokens that each request still needs in the attempt that is furthest ahead, float64."""
     speed_RM: np.ndarray
     """Decode speed of each request under each draft method, relative to a typical request, float64."""
     doubt_RM: np.ndarray
@@ -101,8 +102,8 @@ class TailObservation:
 class TailForecast:
     """The attempts as they will be after the planned changes, and the predicted ends of requests in seconds from now.
 
-    An attempt is the work of one engine on one request. If several engines race for a request, all of them are expected to be
-    rid of it when the first of them ends it. Owns the planned changes.
+    An attempt is the work of one engine on one request. If several engines race for a request, all their attempts are expected
+    to end when the first engine ends the request. Owns the planned changes.
     """
 
     def __init__(self, seen: TailObservation, speeds: SpeedModel) -> None:
@@ -210,9 +211,9 @@ class TailForecast:
         """Returns the seconds that later rollouts lose if a change leaves engines less time for requests of coming steps.
 
         In the change, `requests` move from the first of the two `engines` to the second, or the second races for them. The
-        result is the difference between what all engines save by such decoding without the change and with it. Without the
-        change, it counts until the first of the two engines ends. With the change, it counts until `end_s`, when both engines
-        will have ended.
+        result compares the time that all engines save by decoding requests of coming steps without the change and with it.
+        Without the change, decoding until the end of the first of the two engines counts. With the change, decoding until
+        `end_s` counts, when both engines will have ended.
         """
         source, target = engines
         idle = self.seen.idle
@@ -241,7 +242,10 @@ class TailForecast:
         self.changes.append((request, engine))
 
     def net_changes(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Returns the attempts to start and the attempts to stop, without those that were both started and stopped."""
+        """Returns the attempts to start, and the attempts to stop, as pairs (request, engine).
+
+        Planned changes of one attempt that cancel each other are left out.
+        """
         changed = [pair for pair, count in Counter(self.changes).items() if count % 2]
         starts = tuple((r, e) for r, e in changed if e in self.engines_of(r))
         return starts, tuple((r, e) for r, e in changed if e not in self.engines_of(r))
@@ -289,7 +293,10 @@ class TailForecast:
         return max((self._first_end_s(r, engine, e) for r, e in ends.items()), default=0.0)
 
     def _first_end_s(self, request: int, engine: int, end_s: float) -> float:
-        """Returns when a request ends if its attempt on `engine` would end at `end_s` and other engines may race for it."""
+        """Returns when a request is expected to end, in seconds from now, with all engines that race for it.
+
+        `end_s` is when the attempt of `engine` alone would end.
+        """
         for rival in [e for e in self.engines_of(request) if e != engine]:
             end_s = min(end_s, self._race_s(request, engine, end_s, rival, self._attempt_end_s(request, rival)))
         return end_s
