@@ -24,7 +24,11 @@ _LOOKUP = {"method": TEXT_METHOD, "prompt_lookup_min": 2, "prompt_lookup_max": 5
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A row of the bench. `kind` is `plain`, `stock`, `fixed` or `ours`."""
+    """A row of the bench, which is a way to generate.
+
+    `kind` is `plain` for our worker without drafts, `stock` for vLLM without our package, `fixed` for one draft method and
+    always the same number of drafts, or `ours` for our drafters.
+    """
 
     name: str
     kind: str

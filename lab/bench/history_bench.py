@@ -52,7 +52,7 @@ class Way:
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     """Seconds of the rollouts, by workload and phase."""
     counts: dict[str, list[int]] = field(default_factory=dict)
-    """Numbers of draft tokens as in `drafts_of`, by workload and phase."""
+    """By workload and phase, the four counts of draft tokens that `drafts_of` returns."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
 
 
 def drafts_of(way: Way) -> list[int]:
-    """Returns how many draft tokens of the history were accepted and verified, and the same two numbers for all drafters."""
+    """Returns four counts of draft tokens, which are the accepted and the verified ones of the history, and of all drafters."""
     totals = [engine._ask(WorkerCalls.specrollout_totals) for engine in way.engines]
     found = []
     for kind in ("accepted", "proposed"):

@@ -2,8 +2,8 @@
 """Measures what the block costs in start-up time, in memory, and in each engine step by number of requests.
 
 `python -m lab.bench.overhead_bench [--batches 64,256,1024]` prints a table. Each way runs in a process of its own. On a CPU
-our part of an engine step includes the look-up and the choice of drafts, which a GPU does on the device. The host's part
-leaves them out.
+our part of an engine step includes the look-up and the choice of drafts. With a GPU the device does both, so the host's part
+in the table leaves them out.
 """
 
 import argparse

@@ -171,7 +171,10 @@ class Plan:
         return max(ways, key=lambda key: self.speed(*key) or 0.0)
 
     def best_in_words(self) -> str:
-        """Returns in words the best of all options that the planner knows, for the number of requests at the start."""
+        """Returns a text that names the planner's best option and its speedup.
+
+        The option is the best of all that the planner knows, for the number of requests at the start of the load.
+        """
         best = self._placement(self._stages[0][0]).best
         return f"{best.in_words('thread')} ({best.speedup:.2f}x)"
 

@@ -119,9 +119,9 @@ def _of_size(curves: Sequence[CostCurve], size: int) -> CostCurve | None:
 
 
 def layout_s(speculation: Speculation, lengths_R: Sequence[int], p: float) -> float:
-    """Returns the simulated seconds of a rollout in one engine, whose responses have the given lengths.
+    """Returns the simulated seconds of a rollout in one engine.
 
-    `p` is the probability that a draft token is right.
+    `lengths_R` has the response lengths. `p` is the probability that a draft token is right.
     """
     num = len(lengths_R)
     work = Workload(np.arange(num), np.array(lengths_R), np.full((num, 1), p), PROMPT)
@@ -243,9 +243,10 @@ def tail_rows(facts: dict[str, Any], running: SpeedTableFile) -> Iterator[Compar
 def tail_s(
     facts: dict[str, Any], running: SpeedTableFile, way: str, lengths: Sequence[np.ndarray], past: Sequence[int]
 ) -> list[float]:
-    """Returns the simulated seconds of rollouts in a way of a tail.json, whose responses have the given lengths.
+    """Returns the simulated seconds of each rollout in the way `way` of a tail.json.
 
-    The straggler policy begins with what it has learned from responses with the lengths `past`.
+    `lengths` has the response lengths of each rollout. The straggler policy has learned from responses with the lengths
+    `past` before each rollout.
     """
     methods = facts["split"].split(";") if facts["split"] else [running.rungs[0].method] * facts["engines"]
     names = list(dict.fromkeys(methods))

@@ -48,7 +48,7 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
 NEITHER = "neither"
 ALIKE = {NEITHER: FastestOfNConfig(moving=False, max_racers=1), "moving": FastestOfNConfig(max_racers=1)}
-"""The ways if all engines draft alike, with their configs of moves and races."""
+"""The ways to treat stragglers if all engines draft alike. Each name has the config that allows or forbids moves and races."""
 SPLIT = {**ALIKE, "racing": FastestOfNConfig(moving=False), "both": FastestOfNConfig()}
 Engines = EngineProcesses | EnginesApart
 

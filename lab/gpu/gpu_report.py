@@ -138,7 +138,7 @@ def figures_of(report: Mapping[str, Any] | None) -> str:
 
 
 def write_page(report: Mapping[str, Any] | None, page: Path = PAGE) -> None:
-    """Writes the figures of a report into the page, in place of those that it has.
+    """Writes the figures of a report into the page, in place of the figures that the page has.
 
     Raises ValueError if the page lacks the markers.
     """

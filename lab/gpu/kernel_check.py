@@ -40,8 +40,8 @@ class Compared:
     """The result of a comparison."""
 
     different: dict[str, float] = field(default_factory=dict)
-    """Largest gap of each result that differs, by name. A floating-point result differs only if rounding does not explain the
-    gap."""
+    """Largest gap between the expected and the actual values of each result that differs, by the result's name. A
+    floating-point result differs only if rounding does not explain the gap."""
     launches: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Functions that launch our kernels once more on the same inputs, by name."""
 
@@ -253,7 +253,7 @@ def _logits(num_rows: int, num_vocab: int) -> torch.Tensor:
 
 
 def compare_draft_sampling(num_requests: int, device: torch.device, num_vocab: int) -> Compared:
-    """Compares drafts that are sampled with the request's own noise with the tokens of vLLM's sampler on the same device.
+    """Compares our sampled drafts to the tokens of vLLM's sampler, with the same noise and on the same device.
 
     A second comparison samples drafts from every eighth token of the vocabulary only. Evidence levels are not compared,
     because a CPU's logarithms differ slightly, so a score gap near an edge may get another level.

@@ -138,7 +138,10 @@ def dispatch_by(
 
 
 def _cell(findings: Findings, forced: ForcedEngine, way: str, num_rows: int, requests: Any, extent: Extent) -> None:
-    """Notes the milliseconds of engine steps with `num_rows` rows, and what the step model predicted before it saw one."""
+    """Notes the measured milliseconds of engine steps with `num_rows` rows, and the step model's prediction of them.
+
+    The prediction is made before the steps.
+    """
     forced.use_policy(_ExactRows(num_rows, extent.most_drafts))
     costs = forced.engine.run_in_worker(lambda worker: worker.specrollout_accounts.step_model.costs())
     drafts = np.array([num_rows - extent.num_requests])

@@ -173,9 +173,10 @@ def _policy(findings: Findings) -> dict[str, Any]:
 def config_of(
     findings: Findings, kind: str, precision: str, num_steps: int, run: Path, by_handle: bool = True
 ) -> dict[str, Any]:
-    """Returns the local runner's config of an arm.
+    """Returns the local runner's config of the arm `kind`, which is `plain`, `ours` or `ahead`.
 
-    Arms differ in their block. The engine of the arm `ahead` also runs in a process of its own.
+    Arms differ in their block. In the arm `ahead`, the engine also runs in a process of its own. `by_handle` says whether
+    this process gets new weights by a handle to GPU memory. Otherwise they go through the host.
     """
     policy = _policy(findings)
     context = policy["facts"]["context"]

@@ -167,9 +167,11 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
 
 
 def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...]) -> list[StepResult]:
-    """Simulates synchronous steps with early texts for one coming step, for two and so on, and for as many as `auto` chooses.
+    """Simulates synchronous steps with early texts, and returns the result of each variant.
 
-    With several engines, it also simulates `auto` together with moves, and moves without early texts.
+    The variants have early texts for one coming step, for two and so on up to the scenario's number, and for as many as the
+    production code chooses (`auto`). With several engines there are two more, which are `auto` with moves, and moves without
+    early texts. Returns an empty list if the scenario has no `run_ahead`.
     """
     training = fleet.scenario.training
     ahead = training.run_ahead

@@ -45,7 +45,7 @@ class Machine:
     rows: tuple[float, ...]
     """Numbers of rows for which the seconds of an engine step are known."""
     seconds: tuple[float, ...]
-    """Seconds of an engine step with each number in `rows`."""
+    """Seconds of an engine step, one value for each number of rows in `rows`."""
     request_s: float
     """Seconds of each request, in addition to those of its rows."""
     text_s: float
@@ -366,7 +366,10 @@ class Replay:
 
 
 def ways_of(record: Record) -> dict[str, list[int]]:
-    """Returns the sets of drafters to compare, by name. They are all drafters, those without weights, the model, and none."""
+    """Returns the sets of drafters to compare, by name. A set is a list of drafter numbers.
+
+    The sets are no drafter, the drafters without weights, the drafter with weights alone, and all drafters.
+    """
     text = [d for d in range(len(record.names)) if d != record.model]
     return {"plain": [], "text": text, "model": [record.model], "all": list(range(len(record.names)))}
 

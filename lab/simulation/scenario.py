@@ -133,8 +133,9 @@ class DraftingConfig:
     """Names of the draft methods of engines 0, 1 and so on if engines race, repeated cyclically. Empty means each method in
     turn."""
     freed_workers_switch: bool = True
-    """Whether an engine drafts by the first method until it has been idle, and then by its own, as in SpecActor. Otherwise it
-    has its own method from the start, as in `fastest_of_n.methods` of the block."""
+    """Whether every engine drafts by the first method until it has been idle, and then by its own method
+    (`methods_of_workers`), as in SpecActor. If false, each engine drafts by its own method from the start, as with
+    `fastest_of_n.methods` of the block."""
     method_correlation: float = bounded(0.5, low=0.0, high=1.0)
     """Correlation between the log-odds of two methods' acceptances on the same request."""
     drafter_gpus: tuple[int, ...] = bounded((), low=1)
@@ -227,7 +228,7 @@ class TrainingConfig:
     """Order of generation and training. With `sync`, a step generates and then trains. With `async`, batches are generated
     while the policy is trained on earlier ones."""
     lag: int = bounded(0, low=0, high=64)
-    """Most policy versions by which a batch may be behind when training on it begins, for `async`."""
+    """How many policy versions a batch may be behind at most when training on it begins. Only for `async`."""
     max_age: int | None = bounded(None, low=0)
     """Age in steps above which samples are discarded, which is NeMo-RL's `max_trajectory_age_steps`. By default it is the
     lag."""
@@ -365,5 +366,8 @@ def shipped() -> list[str]:
 
 
 def read_scenario(name: str, overrides: list[str]) -> Scenario:
-    """Reads a scenario that ships with the package, and changes values by `overrides`. Raises ConfigError."""
+    """Returns the scenario `name`, which ships with the package, with values changed by `overrides`.
+
+    Raises ConfigError if there is no such scenario or a value is wrong.
+    """
     return build(Scenario, load_config(FOLDER / f"{name}.yaml", overrides), "")

@@ -99,8 +99,8 @@ class Fleet:
     def speculation(self, kind: str, method: int) -> Speculation:
         """Returns how an engine drafts, for a kind of drafting and the number of a draft method.
 
-        `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter, which becomes `auto` if no drafter can be
-        placed.
+        `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter. If no separate drafter can be placed, `apart`
+        means `auto`.
         """
         drafting = self.scenario.drafting
         costs = self.costs(method)
@@ -264,7 +264,10 @@ class Setting:
         return [self.fleet.speculation(self.variant.speculation, m) for m in range(num_methods)]
 
     def _methods(self) -> list[int]:
-        """Returns the number of each engine's draft method. Methods differ only if engines race or `is_split` is set."""
+        """Returns the number of each engine's draft method.
+
+        Methods differ only if engines race or if the variant gives each engine its own method. Otherwise all are method 0.
+        """
         drafting = self.fleet.scenario.drafting
         num_engines = self.fleet.num_engines(self.variant.speculation)
         tail = self.variant.tail
