@@ -94,7 +94,9 @@ class TextPair:
 
 
 def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int, most_paths: int) -> list[int]:
-    """Returns for each pair how many flips, from the first on, have a branch that begins with the newer text's token.
+    """Returns for each pair how many flips are followed by a branch, from its first flip up to the first without one.
+
+    A branch follows a flip if it begins there with the newer text's token.
 
     Branches are chosen in `num_branches` rounds. A round chooses as many branches as there are pairs, and the next round knows
     all gaps of these branches. `most_paths` bounds the number of paths of a text, which are the text itself and its branches.

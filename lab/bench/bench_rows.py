@@ -64,9 +64,9 @@ def bench_rows(config: RunConfig) -> list[BenchRow]:
 
 
 def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]:
-    """Returns the rows in groups of at most `at_a_time` rows, each with plain decoding first.
+    """Returns the rows in groups of at most `at_a_time` rows. Each group begins with plain decoding.
 
-    If it is 0, there is one group.
+    If `at_a_time` is 0, there is one group.
     """
     plain = next(row for row in rows if row.kind == PLAIN)
     others = [row for row in rows if row is not plain]

@@ -36,9 +36,9 @@ WAYS: dict[str, tuple[str, ...] | None] = {
 def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     """Returns the figures of one way, measured in this process.
 
-    `start_s` is the seconds of starting, and `memory_mb` the memory in MB. For each batch size there are medians over decode
-    steps in milliseconds. They are of the whole step, of our part of it, and of the share of our part that the host does.
-    Every request has drafts in every step.
+    `start_s` is the seconds of starting, and `memory_mb` the memory in MB. For each batch size there are three medians over
+    decode steps, in milliseconds. They are the time of the whole step, the time of our part of the step, and the time that our
+    part takes on the host. Every request has drafts in every step.
     """
     set_process_environment()
     kernel_seconds = _timed_kernels()

@@ -201,7 +201,7 @@ def _fits(option: Option, threads: int, way: Way) -> bool:
 def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
     """Returns a row for each way, with its measured and its predicted speed over the policy alone.
 
-    `equal` says whether its tokens are those of plain decoding.
+    The row's key `equal` says whether the way makes the tokens of plain decoding.
     """
     expected = found.timed[load.name, TWO, Way(PLAIN)][0].token_ids
     rows = []

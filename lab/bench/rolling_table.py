@@ -87,7 +87,7 @@ def asynchronous(num_requests: int, is_apart: bool, lag: int, seed: int) -> Step
 
 
 def rows(sizes: Sequence[int], seeds: range) -> Iterator[dict[str, Any]]:
-    """Yields a row for each setting, with the seconds of a training step and the seconds in which it waits for its rollout.
+    """Yields a row for each setting, with the seconds of a training step and how many of them training waits for the rollout.
 
     The figures are means over the seeds.
     """

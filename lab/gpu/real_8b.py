@@ -207,9 +207,9 @@ class _Rounds:
         return older
 
     def _texts_ahead(self, models: Models, older: Mapping[str, torch.Tensor]) -> list[list[bytes]]:
-        """Returns the texts that older weights make of each half's requests.
+        """Returns the texts that the weights `older` make ahead, a list for each half of the item.
 
-        They are made in the engine that will use them.
+        The engine that will have them as drafts makes them.
         """
         engine = self._stage.engine("E")
         config, now = read_policy(models.source)

@@ -6,7 +6,7 @@ In a larger step, the host launches each kernel. The item measures what larger g
 graphs serves all ways, because an engine step can be kept out of its graph:
 
 - vLLM's graphs: Steps of up to 512 rows are in a graph, and larger ones are not.
-- larger graphs: Steps are in the graphs that the package captures where a block can fill them.
+- larger graphs: Steps are in a graph up to the number of rows that a block with texts made ahead can fill.
 - piecewise graphs: A step runs as if it read prompts, so only what lies between the attention of two layers is in graphs.
 - no graph: The host launches every kernel.
 

@@ -41,8 +41,8 @@ def _synchronous(setting: Setting) -> StepResult:
 def _asynchronous(setting: Setting) -> StepResult:
     """Simulates overlapping steps, and returns means over their later half.
 
-    The last steps are left out, because no generation runs beside them. Batches that begin together also end together, so the
-    times of steps repeat in cycles of as many steps. Therefore only whole cycles count.
+    The last steps are left out, because no generation runs beside them. If n batches are generated at the same time, they also
+    end at about the same time, so the times of steps repeat every n steps. Therefore the mean is over whole cycles of n steps.
     """
     cluster = setting.fleet.scenario.cluster
     training = setting.fleet.scenario.training

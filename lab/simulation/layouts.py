@@ -202,12 +202,12 @@ def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
 
 
 def region_rows(device: str) -> Iterator[dict[str, Any]]:
-    """Yields the speed of remote drafters, as the planner predicts it, divided by that of the best other way.
+    """Yields rows with the speed of remote drafters, as the planner predicts it, divided by the speed of the best other way.
 
-    The other ways are drafting in the policy's engine and plain decoding. The batch never drains. A draft token takes the
-    share `ratio` of an engine step of the policy without drafts and with as many requests, both in the policy's engine and on
-    separate GPUs. The figure `free` does not count the GPUs of remote drafters, so it is the most that sharing drafters can
-    gain.
+    The other ways are drafting in the policy's engine and plain decoding. The batch never drains. `ratio` is the time to draft
+    a token for all requests, divided by the time of the policy's plain engine step for these requests. It is the same in the
+    policy's engine and on separate GPUs. The figure `free` does not count the GPUs of remote drafters, so it is the most that
+    sharing drafters can gain.
     """
     for policy in POLICIES:
         case = Case(policy, device, REGION_GPUS, PER_GPU[0], TAIL_P)

@@ -149,7 +149,8 @@ class Choice(Enum):
     HOST = "host"
     """The host chooses both the number and the drafts, from proposals that are one engine step old (`HostBudget`)."""
     UNFORESEEN = "host without foresight"
-    """The same as `HOST`, but acceptance rates that are one engine step old are used as if they were current."""
+    """The host chooses the number and the drafts from proposals that are one engine step old. Other than with `HOST`,
+    it uses the old acceptance rates as if they were current."""
 
 
 class Replay:

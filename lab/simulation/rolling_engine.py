@@ -164,7 +164,10 @@ class RollingEngine:
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Indices of the engine's own requests that have started and not ended, int64. They are those of `numbers_I`."""
+        """Numbers of the engine's own requests that have started and not ended, int64.
+
+        A number is the request's index among the requests of all steps.
+        """
         return self.texts.numbers_I[self._is_running_I()]
 
     @property
@@ -174,7 +177,10 @@ class RollingEngine:
 
     @property
     def waiting(self) -> np.ndarray:
-        """Indices of the engine's own requests that have not started, int64. They are those of `numbers_I`."""
+        """Numbers of the engine's own requests that have not started, int64.
+
+        A number is the request's index among the requests of all steps.
+        """
         return self.texts.numbers_I[self._is_under_way_I() & ~self.texts.has_begun_I]
 
     def tokens_at(self, now_s: float) -> np.ndarray:

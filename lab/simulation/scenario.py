@@ -196,12 +196,12 @@ class AheadConfig:
     """How updates of the weights change early texts, and how many of these are made (`run_ahead`)."""
 
     tokens_to_flip: float = bounded(above=0.0)
-    """Mean number of response tokens until the weights after an update sample another token than those before it."""
+    """Mean number of response tokens until the updated weights sample another token than the weights before the update."""
     steps: int = bounded(2, low=1, high=4)
     """Most coming steps for which early texts are made. Each number from 1 to this one is simulated as a variant."""
     branches: float = bounded(0.0, low=0.0, high=16.0)
-    """Mean number of branches that are decoded of an early text. They begin anywhere in the text, so half as many run beside
-    it."""
+    """Mean number of branches that are decoded for an early text. Branches begin anywhere in the text, so on average half of
+    them run beside it."""
     foreseen: float = bounded(0.0, low=0.0, high=1.0)
     """Share of the changes that updates make in early texts for which a branch already has the new token."""
 

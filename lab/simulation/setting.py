@@ -34,7 +34,7 @@ _SEED_OF_PAST = 1_000_003
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines of a scenario, with their number, costs and ways to draft. Each is computed when it is needed."""
+    """The engines of a scenario, with their number, costs and ways to draft. Every figure is computed when it is needed."""
 
     scenario: Scenario
 
@@ -238,10 +238,11 @@ class Setting:
         return self.fleet.scenario.lengths.draw(batch.num_prompts, batch.num_samples, rng)
 
     def _traced(self, num_steps: int) -> list[np.ndarray]:
-        """Returns measured response lengths for `num_steps` steps.
+        """Returns measured response lengths for `num_steps` steps, int64 [P, S] for each step.
 
-        A single step gets those of the last measured step. Several steps get those of all measured steps of the same shape in
-        turn.
+        A single step gets the lengths of the last measured step. Several steps get the lengths of one measured step after
+        another, from the beginning again where these run out. Measured steps with other numbers of prompts or samples than
+        the last one are left out.
         """
         alike = [lengths for lengths in self.traced if lengths.shape == self.traced[-1].shape]
         return [alike[i % len(alike)] for i in range(num_steps)] if num_steps > 1 else [alike[-1]]

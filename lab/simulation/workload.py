@@ -174,7 +174,7 @@ _FIX = "give each prompt the same samples, from 0, as in a run's samples.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of a trace, or one sample of a line."""
+    """The length of one response in a trace. A line of the trace has one or several of them."""
 
     prompt: int = bounded(low=0)
     sample: int = bounded(low=0)
