@@ -79,10 +79,10 @@ class TextPair:
     def after(self, position: int, num_flips: int) -> tuple[Array, list[int]]:
         """Returns the score gaps and the runners-up of the tokens of a branch after `position`.
 
-        Up to flip number `num_flips`, the branch equals the newer text, and so do its gaps and runners-up. Those of later
-        tokens are unknown, because the branch is not decoded, so they are replaced by those of the older text. This affects
-        only which other branches are chosen. If the newer text does not take the branch, `num_flips` is -1, and all values are
-        those of the older text.
+        Up to flip number `num_flips`, the branch equals the newer text, so the newer text's values are returned. The values of
+        later tokens are unknown, because the branch is not decoded. The older text's values take their place. This affects
+        only which other branches are chosen. `num_flips` is -1 if the newer text does not continue like the branch. Then all
+        values are the older text's.
         """
         known = position + 1
         if num_flips >= 0:

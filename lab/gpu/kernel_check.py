@@ -130,7 +130,10 @@ class DraftingStep:
         return {**self.board.tables._asdict(), **indexes}
 
     def copy_from(self, other: "DraftingStep") -> None:
-        """Copies all tables of another board and its indexes, so that rounding cannot add up to another choice."""
+        """Copies all tables of another board and its indexes into this one.
+
+        Otherwise rounding differences could add up over the steps until the boards choose other drafts.
+        """
         theirs = other.results()
         for name, table in self.results().items():
             table.copy_(theirs[name])

@@ -205,7 +205,10 @@ def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
 
 
 def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:
-    """Returns the kind of drafting that a block configures, as `Fleet.speculation` takes it."""
+    """Returns the kind of drafting that a block configures, which is `plain`, `fixed`, `auto` or `apart`.
+
+    `apart` means a separate drafter (`Fleet.speculation`). It is returned only if a separate drafter can be placed.
+    """
     if not block.enabled or not block.drafters:
         return PLAIN
     if block.remote is not None and fleet.placement is not None:

@@ -47,7 +47,7 @@ class Layout:
 
     name: str
     kind: str
-    """Kind of drafting, as `Fleet.speculation` takes it."""
+    """Kind of drafting, which is `plain`, `fixed`, `auto` or `apart` (`Fleet.speculation`)."""
     draft: str
     """Source of the drafts, as in `MethodConfig.draft`, or `model` for the policy's draft model."""
 

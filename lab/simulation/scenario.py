@@ -203,7 +203,7 @@ class AheadConfig:
     """Mean number of branches that are decoded for an early text. Branches begin anywhere in the text, so on average half of
     them run beside it."""
     foreseen: float = bounded(0.0, low=0.0, high=1.0)
-    """Share of the changes that updates make in early texts for which a branch already has the new token."""
+    """Where an update changes a token of an early text, the probability that a branch already has the new token."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if changes are foreseen without any branches."""

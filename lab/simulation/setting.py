@@ -168,7 +168,7 @@ class Variant:
 
     name: str
     speculation: str = PLAIN
-    """Kind of drafting, as `Fleet.speculation` takes it."""
+    """Kind of drafting, which is `plain`, `fixed`, `auto` or `apart` (`Fleet.speculation`)."""
     tail: FastestOfNConfig | None = None
     """Config of the tail policy, or None if requests never move and engines never race."""
     is_split: bool = False
