@@ -64,9 +64,9 @@ class TextPair:
     def drafted_N(self, num_flips: int) -> Array:
         """Returns which tokens of the newer text are drafted right, bool [N], if branches follow its first `num_flips` flips.
 
-        The token of a flip itself is not drafted right, because a request follows one path until a token shows that another
-        path is right. After the first flip without a branch, a token is right if the older text has the same token at the same
-        position.
+        All tokens before the first flip without a branch are right, except the tokens of the flips themselves. A flip's token
+        is drafted wrong, because only this token shows that the branch is right. From the first flip without a branch on, a
+        token is right if the older text has the same token at the same position.
         """
         right_N = np.zeros(len(self.newer_N), bool)
         first = self.flips[num_flips] if num_flips < len(self.flips) else len(self.newer_N)

@@ -122,7 +122,7 @@ def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
 
 
 def drafts_of(way: Way) -> list[int]:
-    """Returns four counts of draft tokens, which are the accepted and the verified ones of the history, and of all drafters."""
+    """Returns four counts of draft tokens: accepted and verified ones of the history, then the same of all drafters."""
     totals = [engine._ask(WorkerCalls.specrollout_totals) for engine in way.engines]
     found = []
     for kind in ("accepted", "proposed"):
@@ -132,7 +132,10 @@ def drafts_of(way: Way) -> list[int]:
 
 
 def row_of(off: Way, on: Way, key: tuple[str, str]) -> dict[str, Any]:
-    """Returns the figures of a workload and phase `key`. They compare engines with a history (`on`) and without (`off`)."""
+    """Returns figures that compare the engines with a history (`on`) and those without (`off`).
+
+    `key` is the workload and the phase.
+    """
     ratios = sorted(a / b for a, b in zip(off.seconds[key], on.seconds[key], strict=True))
     accepted, verified, all_accepted, all_verified = on.counts[", ".join(key)]
     return {

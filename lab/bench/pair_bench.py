@@ -2,7 +2,7 @@
 """Times a real pair of policy and draft model in every layout of two cores, and compares it with the planner's predictions.
 
 `python -m lab.bench.placement_bench --policy ... --draft ...` runs this bench. Each round goes through all numbers of
-requests, and through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a
+requests, and for each number through all layouts. The tables and the file `pair.json` are written after each round, so a
 stopped bench loses nothing. Decoding is timed, not the reading of prompts. In each round, the time of the policy alone is
 divided by the layout's time. The figures are the medians of these ratios over the rounds.
 """

@@ -73,7 +73,8 @@ def generation_of(block: SpecrolloutConfig) -> GenerationConfig:
 
 _engines: "dict[str, RolloutEngine]" = {}
 _policies: dict[str, Any] = {}
-"""The speculation policy that each engine had at its start, by the name of the layout. It chooses the number of drafts."""
+"""By the name of its layout, the speculation policy that each engine had at its start. This policy chooses the number of
+drafts itself."""
 _weights: dict[str, "torch.Tensor"] = {}
 """The policy's weights in the first engine, by name."""
 

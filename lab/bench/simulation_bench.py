@@ -182,7 +182,10 @@ class SimulationBench:
         return prompts.requests
 
     def _calibrate(self, num_workers: int, size: tuple[int, int]) -> Calibration:
-        """Measures what the predictions need, by a plain rollout and by a rollout with k drafts."""
+        """Measures what the predictions need, by a plain rollout and by a rollout with k drafts.
+
+        `size` is the number of prompts and the number of samples of each.
+        """
         steps = {}
         rollouts = {}
         requests = {}

@@ -105,7 +105,7 @@ class Timed:
 
     @property
     def lost_s(self) -> float:
-        """Returns the seconds of attempts in vain, which are those that lost a race and those that were given up."""
+        """Returns the seconds of attempts in vain. An attempt is in vain if it lost a race or was given up."""
         return sum(s.end_s - s.start_s for s in self.timeline.spans if s.outcome in IN_VAIN)
 
     @property

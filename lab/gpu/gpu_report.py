@@ -65,9 +65,9 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any] | None:
-    """Returns the reports of several calls as one, or None if there are none.
+    """Returns the reports in several files as one report, or None if no file has a report.
 
-    Raises ValueError if they differ in machine, commit or versions.
+    Raises ValueError if the reports differ in machine, commit or versions.
     """
     reports = [report for file in files if (report := read(file)) is not None]
     if not reports:

@@ -102,8 +102,8 @@ def _take_turns(findings: Findings, engines: dict[str, RolloutEngine], requests:
 def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> float:
     """Returns the mean milliseconds of a decode step in which no drafts are accepted, measured outside of the engine.
 
-    All responses must have one length. The first four engine steps do not count, because they read prompts. Neither do the
-    last two, which wait.
+    All responses must have one length. The first four engine steps do not count, because prompts are read in them. The last
+    two do not count either, because in these the caller only waits for results.
     """
     generation = Generation(engine, requests)
     ended = []
@@ -161,7 +161,10 @@ def _profile_python(findings: Findings, way: str, engine: RolloutEngine, request
 
 
 def _events(profiler: torch.profiler.profile) -> tuple[Counter[str], Counter[str], dict[str, float]]:
-    """Returns three mappings by name: how often calls were made on the host, how often kernels ran, and their microseconds."""
+    """Returns how often each call was made on the host, how often each kernel ran, and the microseconds of each kernel.
+
+    All three are mappings by the name of the call or kernel.
+    """
     calls = Counter[str]()
     kernels = Counter[str]()
     kernel_us: dict[str, float] = {}

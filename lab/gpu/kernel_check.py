@@ -91,7 +91,7 @@ class DraftingStep:
     def draw_inputs(self) -> None:
         """Draws the inputs of the next engine step.
 
-        They are its rows, the tokens that it sampled, and the drafts of the drafter with weights.
+        The inputs are the step's rows, the tokens that the step has sampled, and the drafts of the drafter with weights.
         """
         num_requests = len(self.texts.slots_B)
         tables = self.board.tables

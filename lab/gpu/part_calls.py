@@ -41,7 +41,7 @@ class Part:
 
     @property
     def is_script(self) -> bool:
-        """Returns whether the part is a script, which is a part below 1 MiB that is no piece of the model.
+        """Returns whether the part is a script. A part below 1 MiB counts as a script, unless it is a piece of the model.
 
         Every call that starts an engine carries the scripts, while the other parts travel once.
         """

@@ -38,7 +38,7 @@ def real(findings: Findings) -> None:
 
 
 def _batches(policy: Path) -> list[list[RolloutRequest]]:
-    """Returns three batches of 64, 64 and 8 requests, with 4 samples of each prompt. A prompt asks for the sum of some numbers.
+    """Returns three batches of 64, 64 and 8 requests, with 4 samples of each prompt. A prompt asks for a sum of numbers.
 
     No prompt is in two batches, because drafters remember texts.
     """

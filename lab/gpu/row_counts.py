@@ -128,7 +128,11 @@ def _use_in_worker(worker: Any, way: str, extent: Extent) -> None:
 def dispatch_by(
     native: Any, graphs: Any, way: str, edge: int, num_reqs: int, num_tokens: int, *args: Any, **options: Any
 ) -> Any:
-    """Does the work of the graph manager's method `dispatch`, but keeps an engine step out of graphs that the way lacks."""
+    """Does the work of the graph manager's method `dispatch`, which chooses the graph of an engine step.
+
+    Chooses only among the graphs that `way` allows. `native` is vLLM's own method. `edge` is the number of rows of the largest
+    graph that vLLM captures by default.
+    """
     if way == NONE or (way == DEFAULT and num_tokens > edge):
         return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
     found = native(graphs, num_reqs, num_tokens, *args, **options)

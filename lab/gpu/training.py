@@ -176,7 +176,7 @@ def config_of(
     """Returns the local runner's config of the arm `kind`, which is `plain`, `ours` or `ahead`.
 
     Arms differ in their block. In the arm `ahead`, the engine also runs in a process of its own. `by_handle` says whether
-    this process gets new weights by a handle to GPU memory. Otherwise they go through the host.
+    the engine then gets new weights by a handle to GPU memory. Otherwise the weights go through the host's memory.
     """
     policy = _policy(findings)
     context = policy["facts"]["context"]
@@ -234,7 +234,7 @@ def _compare_rows(findings: Findings, arms: Mapping[str, Arm]) -> None:
 
 
 def compared_rows(plain: Arm, arm: Arm) -> dict[str, Any]:
-    """Returns how many rows and losses of an arm equal those of the plain arm, over the steps that both have finished."""
+    """Returns how many rows and losses of an arm equal the plain arm's, over the steps that both arms have finished."""
     steps = range(min(len(plain.metrics), len(arm.metrics)))
     pairs = [pair for step in steps for pair in zip(plain.rows[step], arm.rows[step], strict=True)]
     losses = [(plain.metrics[step]["loss"], arm.metrics[step]["loss"]) for step in steps]

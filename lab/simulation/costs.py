@@ -73,7 +73,7 @@ class RoundCosts(Costs):
     num_drafts: tuple[int, ...] = bounded(low=1)
     """Numbers of drafts per request, ascending."""
     plain_steps: tuple[float, ...] = bounded(low=1.0)
-    """Seconds of an engine step with each of these numbers of drafts, divided by those of a step without drafts."""
+    """Seconds of an engine step with each number of drafts in `num_drafts`, divided by `plain_step_s`."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""

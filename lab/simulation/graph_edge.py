@@ -71,7 +71,10 @@ class StepTimes:
         )
 
     def with_larger_graphs(self, num_requests: int) -> "StepTimes":
-        """Returns the same times with larger graphs, as an engine captures them for this many requests with K drafts each."""
+        """Returns these step times for an engine that also has graphs of more rows.
+
+        An engine captures these larger graphs if `num_requests` requests may have K drafts each.
+        """
         added = larger_graphs({}, num_requests * (1 + POSITIONS), VLLMS_LARGEST, VOCAB_SIZE)
         return replace(self, graph_sizes=(*self.graph_sizes, *added))
 

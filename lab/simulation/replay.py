@@ -131,7 +131,10 @@ class Phase:
         return self.tokens / self.seconds
 
     def rate_from(self, start_s: float) -> float:
-        """Returns the tokens per second after `start_s` seconds of the phase, or of the whole phase if it is shorter."""
+        """Returns the tokens per second in the engine steps that end after `start_s` seconds of the phase.
+
+        If less than about a quarter of the phase's engine steps are left then, all of its engine steps count.
+        """
         seconds_2 = np.array(self.by_step)
         late = np.cumsum(seconds_2[:, 0]) > start_s
         kept = seconds_2[late] if late.sum() > len(late) // 4 else seconds_2
@@ -149,8 +152,8 @@ class Choice(Enum):
     HOST = "host"
     """The host chooses both the number and the drafts, from proposals that are one engine step old (`HostBudget`)."""
     UNFORESEEN = "host without foresight"
-    """The host chooses the number and the drafts from proposals that are one engine step old. Other than with `HOST`,
-    it uses the old acceptance rates as if they were current."""
+    """The host chooses both the number and the drafts, from proposals that are one engine step old. Unlike with `HOST`, it
+    takes the old acceptance rates for current ones, and predicts no newer ones."""
 
 
 class Replay:

@@ -46,8 +46,8 @@ class EarlyFigures:
     steps: float
     """Mean number of coming steps for which there were early texts."""
     delay: float
-    """Share by which early requests beside a rollout make it longer. It is compared with a rollout without early requests
-    that has the same early texts as drafts."""
+    """Share by which early requests make a rollout longer that runs beside them. The comparison is a rollout with the same
+    early texts as drafts, but without early requests."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _Rolling:
     def _engines(self, step: int, steps_ahead: int) -> list[RollingEngine]:
         """Returns the engines for `step`, with its own requests and those of the next `steps_ahead` steps.
 
-        An engine starts requests of nearer steps first, and within a step the requests with longer texts.
+        In an engine's list, requests of nearer steps come first, and within a step the requests with longer texts.
         """
         engines = []
         for index in range(self._num_engines):

@@ -101,7 +101,7 @@ class MethodConfig:
         return acceptance_for(self.acceptance_length, self.at_k, self.spread)
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless exactly one of `acceptance` and `acceptance_length` is given and its value is possible."""
+        """Raises ConfigError if not exactly one of `acceptance` and `acceptance_length` is given, or if it is impossible."""
         length = self.acceptance_length
         most = self.at_k + 1
         raise_first_mistake(
