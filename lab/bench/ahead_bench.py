@@ -266,7 +266,8 @@ def branched(pairs: Sequence[TextPair], flips: FlipModel) -> dict[str, Any]:
 def foreseen(pairs: Sequence[TextPair], followed: Sequence[int]) -> dict[str, Any]:
     """Returns how much of the newer texts is drafted right by texts of older weights with branches.
 
-    `followed` says for each pair how many flips, from the first on, have a branch that begins with the newer text's token.
+    `followed` has the result of `num_followed`. It says for each pair how many flips have a branch with the newer text's
+    token, from the first flip up to the first without such a branch.
     """
     drafted = [pair.drafted_N(number) for pair, number in zip(pairs, followed, strict=True)]
     total = sum(map(len, drafted))

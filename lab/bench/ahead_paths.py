@@ -64,9 +64,9 @@ class TextPair:
     def drafted_N(self, num_flips: int) -> Array:
         """Returns which tokens of the newer text are drafted right, bool [N], if branches follow its first `num_flips` flips.
 
-        The token of a flip itself is not drafted right, because a request follows one path until a token shows that another
-        path is right. After the first flip without a branch, a token is right if the older text has the same token at the same
-        position.
+        All tokens before the first flip without a branch are right, except the tokens of the flips themselves. A flip's token
+        is drafted wrong, because only this token shows that the branch is right. From the first flip without a branch on, a
+        token is right if the older text has the same token at the same position.
         """
         right_N = np.zeros(len(self.newer_N), bool)
         first = self.flips[num_flips] if num_flips < len(self.flips) else len(self.newer_N)
@@ -79,10 +79,10 @@ class TextPair:
     def after(self, position: int, num_flips: int) -> tuple[Array, list[int]]:
         """Returns the score gaps and the runners-up of the tokens of a branch after `position`.
 
-        Up to flip number `num_flips`, the branch equals the newer text, and so do its gaps and runners-up. Those of later
-        tokens are unknown, because the branch is not decoded, so they are replaced by those of the older text. This affects
-        only which other branches are chosen. If the newer text does not take the branch, `num_flips` is -1, and all values are
-        those of the older text.
+        Up to flip number `num_flips`, the branch equals the newer text, so the newer text's values are returned. The values of
+        later tokens are unknown, because the branch is not decoded. The older text's values take their place. This affects
+        only which other branches are chosen. `num_flips` is -1 if the newer text does not continue like the branch. Then all
+        values are the older text's.
         """
         known = position + 1
         if num_flips >= 0:
@@ -94,7 +94,9 @@ class TextPair:
 
 
 def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int, most_paths: int) -> list[int]:
-    """Returns for each pair how many flips, from the first on, have a branch that begins with the newer text's token.
+    """Returns for each pair how many flips are followed by a branch, from its first flip up to the first without one.
+
+    A branch follows a flip if it begins there with the newer text's token.
 
     Branches are chosen in `num_branches` rounds. A round chooses as many branches as there are pairs, and the next round knows
     all gaps of these branches. `most_paths` bounds the number of paths of a text, which are the text itself and its branches.

@@ -216,7 +216,7 @@ def row_of(batch: int, rounds: Sequence[dict[str, Timed]], possible: Sequence[fl
 
 
 def ratio(rounds: Sequence[dict[str, Timed]], way: str, other: str) -> float | None:
-    """Returns the median over rounds of the seconds of `way` divided by those of `other`, or None if one was not measured."""
+    """Returns the seconds of `way` divided by the seconds of `other`, as the median over rounds, or None if one is missing."""
     if {way, other} <= rounds[0].keys():
         return statistics.median(r[way].seconds / r[other].seconds for r in rounds)
     return None

@@ -103,10 +103,10 @@ def host_share(stats: Sequence[RolloutStats]) -> float:
 
 
 def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, float]:
-    """Returns our host time as a share of the rollouts and of full decode steps, and the fewest requests of a full step.
+    """Returns our host time's share of the rollouts, its share of full decode steps, and the fewest requests of such a step.
 
-    An engine step is full if it has nearly as many requests as the step with the most. The second share is None if no decode
-    step is full.
+    A decode step is full if it has nearly as many requests as the engine step with the most. If no decode step is full, the
+    second value is None and the third is 0.
     """
     share = host_share(stats)
     requests, seconds, is_decode, host_s = (

@@ -44,9 +44,9 @@ class Entrant:
         return measured
 
     def took(self, found: BinnedStats, plain: BinnedStats, *, keep: bool) -> None:
-        """Notes what a round took, which sets the length of the next round's turns.
+        """Notes the seconds of a round, `found`, from which the length of the turns in the next round follows.
 
-        If `keep` is false, its figures do not count.
+        With `keep`, also adds the round to the measurements, and compares its tokens with those of `plain`.
         """
         self.turn_s = max(MIN_TURN_S, found.stats.seconds / TURNS)
         if keep:

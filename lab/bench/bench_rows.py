@@ -24,7 +24,11 @@ _LOOKUP = {"method": TEXT_METHOD, "prompt_lookup_min": 2, "prompt_lookup_max": 5
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A row of the bench. `kind` is `plain`, `stock`, `fixed` or `ours`."""
+    """A row of the bench, which is a way to generate.
+
+    `kind` is `plain` for our worker without drafts, `stock` for vLLM without our package, `fixed` for one draft method and
+    always the same number of drafts, or `ours` for our drafters.
+    """
 
     name: str
     kind: str
@@ -60,9 +64,9 @@ def bench_rows(config: RunConfig) -> list[BenchRow]:
 
 
 def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]:
-    """Returns the rows in groups of at most `at_a_time` rows, each with plain decoding first.
+    """Returns the rows in groups of at most `at_a_time` rows. Each group begins with plain decoding.
 
-    If it is 0, there is one group.
+    If `at_a_time` is 0, there is one group.
     """
     plain = next(row for row in rows if row.kind == PLAIN)
     others = [row for row in rows if row is not plain]

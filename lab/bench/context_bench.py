@@ -137,7 +137,7 @@ def _use(worker: Any, arm: Arm) -> None:
 
 
 def table_of(arms: Sequence[Arm], cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Returns for each cell the best fixed number of drafts, and the speed of each arm divided by that of this number.
+    """Returns a row for each cell, with the best fixed number of drafts and each arm's speed over the speed with this number.
 
     The ratios are medians over rounds.
     """
@@ -165,7 +165,7 @@ def table_of(arms: Sequence[Arm], cells: Sequence[Cell]) -> list[dict[str, Any]]
 def measure(arms: Sequence[Arm], cells: Sequence[Cell], num_rounds: int, console: Console) -> int:
     """Plays all rounds. Returns the number of responses that differ from plain decoding.
 
-    Before the first of `num_rounds`, the automatic budget plays a round alone, in which it begins to learn.
+    A round without measurements comes first. Only the arm with the automatic budget plays it, to learn step times.
     """
     contexts = {cell.context: cell.requests for cell in cells}
     num = len(cells[0].requests)

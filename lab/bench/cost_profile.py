@@ -176,7 +176,10 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column
 
 
 def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: int) -> list[str]:
-    """Submits `count` requests that last as long as the timing, if the context is long enough for that. Returns their ids."""
+    """Submits `count` requests and returns their ids.
+
+    Each decodes until `num_steps` engine steps are timed, or until its text reaches the longest context.
+    """
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     longest = spec.generation.vllm_cfg.max_model_len - len(spec.prompt) - 1

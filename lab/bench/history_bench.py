@@ -52,7 +52,7 @@ class Way:
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     """Seconds of the rollouts, by workload and phase."""
     counts: dict[str, list[int]] = field(default_factory=dict)
-    """Numbers of draft tokens as in `drafts_of`, by workload and phase."""
+    """By workload and phase, the four counts of draft tokens that `drafts_of` returns."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
 
 
 def drafts_of(way: Way) -> list[int]:
-    """Returns how many draft tokens of the history were accepted and verified, and the same two numbers for all drafters."""
+    """Returns four counts of draft tokens: accepted and verified ones of the history, then the same of all drafters."""
     totals = [engine._ask(WorkerCalls.specrollout_totals) for engine in way.engines]
     found = []
     for kind in ("accepted", "proposed"):
@@ -132,7 +132,10 @@ def drafts_of(way: Way) -> list[int]:
 
 
 def row_of(off: Way, on: Way, key: tuple[str, str]) -> dict[str, Any]:
-    """Returns the figures of a workload and phase `key`. They compare engines with a history (`on`) and without (`off`)."""
+    """Returns figures that compare the engines with a history (`on`) and those without (`off`).
+
+    `key` is the workload and the phase.
+    """
     ratios = sorted(a / b for a, b in zip(off.seconds[key], on.seconds[key], strict=True))
     accepted, verified, all_accepted, all_verified = on.counts[", ".join(key)]
     return {

@@ -75,7 +75,10 @@ def fill(folder: Path, fingerprint: bytes, num_bytes: int, groups: Sequence[int]
 
 
 def start(folder: Path, num_bytes: int, fingerprint: bytes, groups: Sequence[int]) -> dict[str, float]:
-    """Returns what it costs to open a history in seconds and memory, and to find and read a text in milliseconds."""
+    """Opens the history in `folder`, and returns the seconds and the MiB that this takes.
+
+    Also returns the milliseconds to find the texts of one prompt among `groups`, and to read one text.
+    """
     before = memory()
     store = HistoryStore(folder, 2 * num_bytes, fingerprint)
     open_s = timed(store.open)

@@ -90,7 +90,7 @@ def decisions(is_late: bool, **options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the decisions to a file. With `--against`, also prints how many of them equal those of another engine."""
+    """Writes the decisions to a file. With `--against`, also prints how many of them equal another engine's decisions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--host", action="store_true", help="the host chooses the drafts")

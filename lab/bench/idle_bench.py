@@ -3,8 +3,8 @@
 
     python -m lab.bench.idle_bench CONFIG --out DIR [--steps 5] [--rounds 2] [--change 3e-4] [key=value ...]
 
-CONFIG is a config of the local runner. All ways share the same engines, which have no drafters except the texts made ahead, so
-that no way profits from what the engines learned in another way. A round is a run of several training steps. Before each step
+CONFIG is a config of the local runner. All ways share the same engines. These have no drafters except the texts made ahead, so
+no way profits from what the engines learned in another way. A round is a run of several training steps. Before each step
 the weights of the policy change by random noise of size `--change`, as a share of each matrix's standard deviation. In a step
 each way rolls out the same requests with the texts that it has made for them. The order of the ways changes from step to step.
 Requests are dealt to engines in equal shards, as in NeMo-RL. The first step of a run has no texts, so it is left out. All ways
@@ -84,7 +84,7 @@ class Run:
     def step(self, step: int) -> Timed:
         """Rolls out a training step with the texts made for it.
 
-        If the way makes texts, it also makes those of the next step.
+        If the way makes texts ahead, its engines also make the texts of the next step.
         """
         pool = self._bench.pool
         texts = self._ahead.texts
@@ -157,7 +157,7 @@ def changed(weights: Weights, seed: int, size: float) -> Weights:
 def row_of(steps: Sequence[dict[str, Timed]], way: str) -> dict[str, Any]:
     """Returns the figures of a way over all steps.
 
-    They are its seconds, their ratios to the seconds of doing nothing, and means of figures about moves and texts.
+    The figures are the way's seconds, the ratios to the seconds if idle engines do nothing, and means about moves and texts.
     """
     ratios = sorted(step[NOTHING].seconds / step[way].seconds for step in steps)
     pairs = [count_equal(step[way].rollouts, step[NOTHING].rollouts) for step in steps]

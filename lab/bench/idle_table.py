@@ -93,7 +93,7 @@ def dear(num_engines: int, num_requests: int, seed: int) -> Scenario:
 
 
 def table_of(found: Sequence[dict[str, Any]]) -> Table:
-    """Returns a table of the rows, with the seconds of doing nothing and the speedup of every other way over it."""
+    """Returns a table of the rows, with the seconds if idle engines do nothing, and every other way's speedup over that."""
     table = new_table("rollouts by what idle engines do, over doing nothing; moves of the last two ways")
     for name in ("engines", "requests each", "nothing, s", *list(WAYS)[1:], "moves", "unpriced moves"):
         table.add_column(name, justify="right")

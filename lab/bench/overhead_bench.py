@@ -2,8 +2,8 @@
 """Measures what the block costs in start-up time, in memory, and in each engine step by number of requests.
 
 `python -m lab.bench.overhead_bench [--batches 64,256,1024]` prints a table. Each way runs in a process of its own. On a CPU
-our part of an engine step includes the look-up and the choice of drafts, which a GPU does on the device. The host's part
-leaves them out.
+our part of an engine step includes the look-up and the choice of drafts. With a GPU the device does both, so the host's part
+in the table leaves them out.
 """
 
 import argparse
@@ -36,9 +36,9 @@ WAYS: dict[str, tuple[str, ...] | None] = {
 def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     """Returns the figures of one way, measured in this process.
 
-    `start_s` is the seconds of starting, and `memory_mb` the memory in MB. For each batch size there are medians over decode
-    steps in milliseconds. They are of the whole step, of our part of it, and of the share of our part that the host does.
-    Every request has drafts in every step.
+    `start_s` is the seconds of starting, and `memory_mb` the memory in MB. For each batch size there are three medians over
+    decode steps, in milliseconds. They are the time of the whole step, the time of our part of the step, and the time that our
+    part takes on the host. Every request has drafts in every step.
     """
     set_process_environment()
     kernel_seconds = _timed_kernels()

@@ -2,7 +2,7 @@
 """Times a real pair of policy and draft model in every layout of two cores, and compares it with the planner's predictions.
 
 `python -m lab.bench.placement_bench --policy ... --draft ...` runs this bench. Each round goes through all numbers of
-requests, and through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a
+requests, and for each number through all layouts. The tables and the file `pair.json` are written after each round, so a
 stopped bench loses nothing. Decoding is timed, not the reading of prompts. In each round, the time of the policy alone is
 divided by the layout's time. The figures are the medians of these ratios over the rounds.
 """
@@ -171,7 +171,10 @@ class Plan:
         return max(ways, key=lambda key: self.speed(*key) or 0.0)
 
     def best_in_words(self) -> str:
-        """Returns in words the best of all options that the planner knows, for the number of requests at the start."""
+        """Returns a text that names the planner's best option and its speedup.
+
+        The option is the best of all that the planner knows, for the number of requests at the start of the load.
+        """
         best = self._placement(self._stages[0][0]).best
         return f"{best.in_words('thread')} ({best.speedup:.2f}x)"
 
@@ -198,7 +201,7 @@ def _fits(option: Option, threads: int, way: Way) -> bool:
 def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
     """Returns a row for each way, with its measured and its predicted speed over the policy alone.
 
-    `equal` says whether its tokens are those of plain decoding.
+    The row's key `equal` says whether the way makes the tokens of plain decoding.
     """
     expected = found.timed[load.name, TWO, Way(PLAIN)][0].token_ids
     rows = []

@@ -73,7 +73,8 @@ def generation_of(block: SpecrolloutConfig) -> GenerationConfig:
 
 _engines: "dict[str, RolloutEngine]" = {}
 _policies: dict[str, Any] = {}
-"""The speculation policy that each engine had at its start. It chooses the number of drafts itself."""
+"""By the name of its layout, the speculation policy that each engine had at its start. This policy chooses the number of
+drafts itself."""
 _weights: dict[str, "torch.Tensor"] = {}
 """The policy's weights in the first engine, by name."""
 
@@ -110,7 +111,8 @@ def roll_out(way: Way, requests: "Sequence[RolloutRequest]") -> Timed:
 def engine_for(way: Way) -> "RolloutEngine":
     """Returns the engine of the way's layout, after giving it the way's speculation policy.
 
-    With a `k` above 0, this policy drafts k tokens of each request. With 0, it is the one that the engine had at its start.
+    If the way's `k` is above 0, its policy drafts k tokens of each request. If it is 0, the engine gets back the policy that
+    it had at its start.
     """
     engine = _engines[way.mode]
     policy = FixedPolicy(way.k, POSITIONS) if way.k else _policies[way.mode]

@@ -153,7 +153,7 @@ class Bench:
 def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[str, Any]]:
     """Returns a row for each way, with its seconds and its speedup over the fastest plain engine.
 
-    `equal` says whether its tokens are those of plain decoding.
+    The row's key `equal` says whether the way makes the tokens of plain decoding.
     """
     expected = found[1, Way("plain")][0].token_ids
     plain_s = min(_median_s(t) for (_, way), t in found.items() if way.mode == "plain")

@@ -65,7 +65,7 @@ def roll_out_in(engine: "RolloutEngine", requests: "Sequence[RolloutRequest]") -
 
 
 def decode_in(engine: "RolloutEngine", requests: "Sequence[RolloutRequest]") -> Timed:
-    """Rolls out requests, and times only what follows the engine step in which the last of them gets its first token.
+    """Rolls out requests, and times only the engine steps after the one in which the last request gets its first token.
 
     Reading the prompts is not timed, because engines find some of them in their prefix caches, depending on what they rolled
     out before.

@@ -4,7 +4,7 @@
     python -m lab.bench.record_speculation CONFIG --out FILE.npz [key=value ...]
 
 CONFIG is a config of the local runner. Its engine decodes plainly, while all drafters propose tokens after each token. The
-batches have different tasks. They are mixed ones, free text, mixed, repetitive, tasks that the head does not know, and mixed.
+batches have different tasks, in this order: mixed, free text, mixed, repetitive, tasks that the head does not know, mixed.
 """
 
 from dataclasses import replace

@@ -37,11 +37,12 @@ LEAST_PROBABILITY = 0.2
 
 
 def update(tokens_to_flip: float, *, has_branches: bool) -> AheadConfig:
-    """Returns what an update of the weights does to texts, with the branches that `FlipModel` would choose for it.
+    """Returns the config of an update of the weights that changes one token in `tokens_to_flip`.
 
-    A near-tie with a score gap of g times the update's scale flips with probability 1 / (1 + exp(g)). Small gaps of all sizes
-    are equally frequent. So for each flip there are log(1 / p - 1) / log(2) near-ties that flip with a probability of at least
-    p. A share of 1 + log(1 - p) / log(2) of all flips happens at these near-ties.
+    With `has_branches`, texts have the branches that `FlipModel` would choose. A near-tie gets a branch if it flips with a
+    probability of at least p = `LEAST_PROBABILITY`. If the score gap is g times the update's scale, this probability is
+    1 / (1 + exp(g)). Small gaps of all sizes are equally frequent. So there are log(1 / p - 1) / log(2) branches for each
+    flip, and a share of 1 + log(1 - p) / log(2) of all flips has one.
     """
     if not has_branches:
         return AheadConfig(tokens_to_flip)
@@ -61,7 +62,10 @@ UPDATES = {
 
 
 def scenario(num_requests: int, is_apart: bool, ahead: AheadConfig, seed: int, lag: int = 1) -> Scenario:
-    """Returns a scenario with one engine. If `is_apart` is true, the policy trains on another GPU with asynchronous steps."""
+    """Returns a scenario with one engine. If `is_apart` is true, the policy trains on another GPU with asynchronous steps.
+
+    `lag` is the lag of these steps. `ahead` says how updates change early texts.
+    """
     training = {"mode": "async", "lag": lag, "num_steps": 16} if is_apart else {"mode": "sync"}
     tree = {
         "title": "an engine of Qwen3-8B on an H200",
@@ -87,7 +91,7 @@ def asynchronous(num_requests: int, is_apart: bool, lag: int, seed: int) -> Step
 
 
 def rows(sizes: Sequence[int], seeds: range) -> Iterator[dict[str, Any]]:
-    """Yields a row for each setting, with the seconds of a training step and the seconds in which it waits for its rollout.
+    """Yields a row for each setting, with the seconds of a training step, and the seconds that training waits for a rollout.
 
     The figures are means over the seeds.
     """

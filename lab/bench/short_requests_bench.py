@@ -107,7 +107,8 @@ def measure(
 def row_of(engine: Any, took: Sequence[float], stock: Sequence[float], first_step: int, batch: int) -> list[str]:
     """Returns the table cells of a way for one batch size.
 
-    They have the median of its ratios to stock vLLM, the quartiles, and figures of the engine steps since `first_step`.
+    `took` and `stock` are the seconds of the way's and of stock vLLM's rounds. The cells have the median and the quartiles of
+    their ratios, and figures of the engine steps since `first_step`.
     """
     ratios = [a / b for a, b in zip(took, stock, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)

@@ -91,7 +91,10 @@ _SETTINGS: tuple[tuple[int, tuple[int, int], FastestOfNConfig | None], ...] = (
 
 
 def cases_of(config: RunConfig, one_worker: bool) -> list[Case]:
-    """Returns all settings. With `one_worker`, returns those of one engine with the requests of the config's own step."""
+    """Returns the settings to measure, each with every way of drafting.
+
+    With `one_worker`, the only setting is one engine with the requests of the config's own step.
+    """
     own = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
     settings = ((1, own, None),) if one_worker else _SETTINGS
     return [Case(kind, *setting) for kind in (PLAIN, FIXED, AUTO) for setting in settings]
@@ -179,7 +182,10 @@ class SimulationBench:
         return prompts.requests
 
     def _calibrate(self, num_workers: int, size: tuple[int, int]) -> Calibration:
-        """Measures what the predictions need, by a plain rollout and by a rollout with k drafts."""
+        """Measures what the predictions need, by a plain rollout and by a rollout with k drafts.
+
+        `size` is the number of prompts and the number of samples of each.
+        """
         steps = {}
         rollouts = {}
         requests = {}

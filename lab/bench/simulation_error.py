@@ -9,8 +9,8 @@ for a pair.json use the step times that this file has itself.
 
 `--tail` is a tail.json of `lab.bench.tail_bench`, which measures moves and races of stragglers. The file running.json must be
 beside it. Simulated engines then have the measured decode speeds, and the production policy moves and races requests in the
-simulator as it did in the engines. If a file lacks the lengths of all responses, random lengths are used instead. Their number
-and their median are the measured ones, and their maximum is the measured one on average.
+simulator as it did in the engines. If a file lacks the lengths of all responses, random lengths are used instead. They have
+the measured number and the measured median, and on average the measured maximum.
 
 A speed is relative to rollouts in which nothing is drafted, moved or raced. An error is the predicted speed divided by the
 measured one, minus 1.
@@ -119,9 +119,9 @@ def _of_size(curves: Sequence[CostCurve], size: int) -> CostCurve | None:
 
 
 def layout_s(speculation: Speculation, lengths_R: Sequence[int], p: float) -> float:
-    """Returns the simulated seconds of a rollout in one engine, whose responses have the given lengths.
+    """Returns the simulated seconds of a rollout in one engine.
 
-    `p` is the probability that a draft token is right.
+    `lengths_R` has the response lengths. `p` is the probability that a draft token is right.
     """
     num = len(lengths_R)
     work = Workload(np.arange(num), np.array(lengths_R), np.full((num, 1), p), PROMPT)
@@ -243,9 +243,10 @@ def tail_rows(facts: dict[str, Any], running: SpeedTableFile) -> Iterator[Compar
 def tail_s(
     facts: dict[str, Any], running: SpeedTableFile, way: str, lengths: Sequence[np.ndarray], past: Sequence[int]
 ) -> list[float]:
-    """Returns the simulated seconds of rollouts in a way of a tail.json, whose responses have the given lengths.
+    """Returns the simulated seconds of each rollout in the way `way` of a tail.json.
 
-    The straggler policy begins with what it has learned from responses with the lengths `past`.
+    `lengths` has the response lengths of each rollout. The straggler policy has learned from responses with the lengths
+    `past` before each rollout.
     """
     methods = facts["split"].split(";") if facts["split"] else [running.rungs[0].method] * facts["engines"]
     names = list(dict.fromkeys(methods))
@@ -272,7 +273,7 @@ def tail_s(
 def _drawn(facts: dict[str, Any]) -> Iterator[np.ndarray]:
     """Yields random lengths of responses, rollout by rollout.
 
-    Their median is the measured one, and the longest response of a rollout is the measured one on average.
+    The lengths have the measured median, and the longest of a rollout is on average as long as the measured longest one.
     """
     known = facts["lengths"]
     score = NormalDist().inv_cdf(1.0 - 0.5 / known["responses"])

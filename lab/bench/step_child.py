@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs GRPO step by step on request, as a child process of `lab.bench.step_turns`. Started by `python step_child.py SPEC`.
 
-It is started by its path instead of as a module, so that it can import the `lab` of another checkout, which PYTHONPATH names
-first.
+This file is started by its path and not as a module. So it can import the `lab` of another checkout, which the first entry of
+PYTHONPATH names.
 """
 
 import json

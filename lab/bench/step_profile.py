@@ -44,9 +44,9 @@ STAGES = (NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST)
 
 
 class StageClock:
-    """Sums the seconds spent in wrapped functions, by stage.
+    """Sums the seconds spent in wrapped functions, by stage. A stage is a part of an engine step, such as sampling.
 
-    The seconds of a nested wrapped function count for its own stage only.
+    If a wrapped function calls another one, the seconds of the inner function count for the inner function's stage only.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Profile:
 
 
 def watch(engine: RolloutEngine) -> StageClock:
-    """Wraps those functions of an engine that belong to a stage. Returns the clock that sums their seconds.
+    """Replaces the functions of an engine that belong to a stage by ones that are timed. Returns the clock with their seconds.
 
     The engine must be in this process.
     """

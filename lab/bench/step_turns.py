@@ -49,7 +49,7 @@ _ALL = (f"{_BLOCK}.verify.requests_per_step=0", f"{_BLOCK}.draft_refresh=null", 
 WARM_UP = 1
 """Number of first training steps that medians leave out."""
 _BEYOND = 4
-"""The config has this many more steps than the bench does, so that the last steps of the bench also have coming ones."""
+"""Number of steps that the config has beyond the steps of the bench. So the last steps of the bench also have coming steps."""
 _SAME = ("reward", "num_tokens", "loss")
 """Metrics that must be equal in all ways, because the ways have the same tokens and losses."""
 

@@ -48,7 +48,7 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
 NEITHER = "neither"
 ALIKE = {NEITHER: FastestOfNConfig(moving=False, max_racers=1), "moving": FastestOfNConfig(max_racers=1)}
-"""The ways if all engines draft alike, with their configs of moves and races."""
+"""The ways to treat stragglers if all engines draft alike. Each name has the config that allows or forbids moves and races."""
 SPLIT = {**ALIKE, "racing": FastestOfNConfig(moving=False), "both": FastestOfNConfig()}
 Engines = EngineProcesses | EnginesApart
 
@@ -115,7 +115,10 @@ class TailBench:
         return [row_of(name, timed, base, base) for name, timed in self.timed.items()]
 
     def running_table(self, policy: str) -> SpeedTableFile | None:
-        """Returns the decode speeds of draft methods that the last way has measured, or None if it has measured none."""
+        """Returns the decode speeds of draft methods that the coordinator of the last way has measured, or None without any.
+
+        `policy` is the policy's name for the table.
+        """
         table = list(self.ways.values())[-1].coordinator._speeds.table
         return table_file(table, this_machine(), policy, [0.0] * len(table.methods))
 

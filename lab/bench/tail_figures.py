@@ -105,12 +105,12 @@ class Timed:
 
     @property
     def lost_s(self) -> float:
-        """Returns the seconds of attempts in vain, which are those that lost a race and those that were given up."""
+        """Returns the seconds of attempts in vain. An attempt is in vain if it lost a race or was given up."""
         return sum(s.end_s - s.start_s for s in self.timeline.spans if s.outcome in IN_VAIN)
 
     @property
     def tail_share(self) -> float:
-        """Returns the share of the rollout's seconds after the time when the first engine had no more work until the end."""
+        """Returns the share of the rollout's seconds in which at least one engine had no more work until the end."""
         engines = range(len(self.timeline.methods))
         lasts = [max((s.end_s for s in self.timeline.spans if s.engine == e), default=0.0) for e in engines]
         return 1.0 - min(lasts) / max(lasts)

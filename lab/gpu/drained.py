@@ -25,8 +25,8 @@ MOST_DEPTHS = 8
 class Drained:
     """The records of a batch that has drained.
 
-    The seconds of an engine step begin where those of the step before it end, or at the start of the batch. So they include
-    the time that the caller takes between two steps.
+    An engine step is timed from the end of the step before it, or from the start of the batch. So its seconds include the time
+    that the caller takes between two steps.
     """
 
     rollouts: list[Rollout]

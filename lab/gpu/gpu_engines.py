@@ -103,9 +103,9 @@ def bf16(findings: Findings) -> None:
 
 
 def in_halves(engine: RolloutEngine, requests: list[RolloutRequest], plain: list[Rollout]) -> tuple[int, int]:
-    """Returns the `divergence` between `plain` and the responses to the same requests in two batches of half the size.
+    """Generates the requests in two batches of half the size, and compares the responses with those of one batch, `plain`.
 
-    `plain` has the responses of one batch.
+    Returns how many responses differ, and how many tokens were compared (`divergence`).
     """
     halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
     return divergence(halves, [*plain[::2], *plain[1::2]])
@@ -150,7 +150,7 @@ def head(findings: Findings) -> None:
 
 
 def head_compiled(findings: Findings) -> None:
-    """Measures the same as `head` in bfloat16, in engines with vLLM's default compilation."""
+    """Measures the EAGLE-3 head as `head` does, but in bfloat16 and in engines with vLLM's default compilation."""
     _measure_head(findings, {"precision": "bfloat16", "compilation_config": {}})
 
 

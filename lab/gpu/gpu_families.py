@@ -66,7 +66,7 @@ MLA: tuple[str, dict[str, Any]] = (
 because the vLLM that is checked may have no kernels for experts."""
 WAYS = {"plain": PLAIN, "text": TEXT}
 REPETITION = 4.0
-"""Factor on the weights of the embedding, which makes the next token depend mostly on the last one."""
+"""Factor on the weights of the embedding. A large factor makes the next token depend mostly on the last one."""
 
 
 @contextmanager

@@ -65,9 +65,9 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any] | None:
-    """Returns the reports of several calls as one, or None if there are none.
+    """Returns the reports in several files as one report, or None if no file has a report.
 
-    Raises ValueError if they differ in machine, commit or versions.
+    Raises ValueError if the reports differ in machine, commit or versions.
     """
     reports = [report for file in files if (report := read(file)) is not None]
     if not reports:
@@ -138,7 +138,7 @@ def figures_of(report: Mapping[str, Any] | None) -> str:
 
 
 def write_page(report: Mapping[str, Any] | None, page: Path = PAGE) -> None:
-    """Writes the figures of a report into the page, in place of those that it has.
+    """Writes the figures of a report into the page, in place of the figures that the page has.
 
     Raises ValueError if the page lacks the markers.
     """

@@ -100,9 +100,10 @@ def _take_turns(findings: Findings, engines: dict[str, RolloutEngine], requests:
 
 
 def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> float:
-    """Returns the mean milliseconds of a decode step without accepted drafts, measured by the caller of the engine.
+    """Returns the mean milliseconds of a decode step in which no drafts are accepted, measured outside of the engine.
 
-    All responses must have one length. The first engine steps read prompts, and the last ones wait, so they do not count.
+    All responses must have one length. The first four engine steps do not count, because prompts are read in them. The last
+    two do not count either, because in these the caller only waits for results.
     """
     generation = Generation(engine, requests)
     ended = []
@@ -160,7 +161,10 @@ def _profile_python(findings: Findings, way: str, engine: RolloutEngine, request
 
 
 def _events(profiler: torch.profiler.profile) -> tuple[Counter[str], Counter[str], dict[str, float]]:
-    """Returns the numbers of calls on the host and of kernels on the GPU, and the kernels' microseconds, all by name."""
+    """Returns how often each call was made on the host, how often each kernel ran, and the microseconds of each kernel.
+
+    All three are mappings by the name of the call or kernel.
+    """
     calls = Counter[str]()
     kernels = Counter[str]()
     kernel_us: dict[str, float] = {}

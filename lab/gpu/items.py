@@ -20,7 +20,7 @@ class Item:
     """A check that `gpu_check` runs in a process of its own."""
 
     function: str
-    """Name of a module in this package and of a function in it. The function takes `Findings`."""
+    """The function that does the check, as "module.function" with a module of this package. It takes `Findings`."""
     seconds: float
     """Expected seconds on an H100, which are an estimate."""
     purpose: str
@@ -39,15 +39,12 @@ class Item:
 
 
 def smollm2() -> Path:
-    """Returns the folder of SmolLM2-135M. The environment variable SMOLLM2_START may name another than the usual one."""
+    """Returns the folder of SmolLM2-135M, where `make smollm2` puts it or where the variable SMOLLM2_START says."""
     return Path(os.environ.get("SMOLLM2_START") or "models/smollm2_start")
 
 
 def smollm2_head() -> Path:
-    """Returns the folder of SmolLM2's EAGLE-3 head.
-
-    The environment variable SMOLLM2_HEAD names it if it is not in the tree.
-    """
+    """Returns the folder of SmolLM2's EAGLE-3 head, in the working tree or where the variable SMOLLM2_HEAD says."""
     return Path(os.environ.get("SMOLLM2_HEAD") or Path(__file__).parents[2] / "examples" / "models" / "smollm2_eagle3")
 
 

@@ -40,8 +40,8 @@ class Compared:
     """The result of a comparison."""
 
     different: dict[str, float] = field(default_factory=dict)
-    """Largest gap of each result that differs, by name. A floating-point result differs only if rounding does not explain the
-    gap."""
+    """Largest gap between the expected and the actual values of each result that differs, by the result's name. A
+    floating-point result differs only if rounding does not explain the gap."""
     launches: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Functions that launch our kernels once more on the same inputs, by name."""
 
@@ -91,7 +91,7 @@ class DraftingStep:
     def draw_inputs(self) -> None:
         """Draws the inputs of the next engine step.
 
-        They are its rows, the tokens that it sampled, and the drafts of the drafter with weights.
+        The inputs are the step's rows, the tokens that the step has sampled, and the drafts of the drafter with weights.
         """
         num_requests = len(self.texts.slots_B)
         tables = self.board.tables
@@ -130,7 +130,10 @@ class DraftingStep:
         return {**self.board.tables._asdict(), **indexes}
 
     def copy_from(self, other: "DraftingStep") -> None:
-        """Copies all tables of another board and its indexes, so that rounding cannot add up to another choice."""
+        """Copies all tables of another board and its indexes into this one.
+
+        Otherwise rounding differences could add up over the steps until the boards choose other drafts.
+        """
         theirs = other.results()
         for name, table in self.results().items():
             table.copy_(theirs[name])
@@ -253,7 +256,7 @@ def _logits(num_rows: int, num_vocab: int) -> torch.Tensor:
 
 
 def compare_draft_sampling(num_requests: int, device: torch.device, num_vocab: int) -> Compared:
-    """Compares drafts that are sampled with the request's own noise with the tokens of vLLM's sampler on the same device.
+    """Compares our sampled drafts to the tokens of vLLM's sampler, with the same noise and on the same device.
 
     A second comparison samples drafts from every eighth token of the vocabulary only. Evidence levels are not compared,
     because a CPU's logarithms differ slightly, so a score gap near an edge may get another level.

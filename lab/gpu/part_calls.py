@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the calls of one lease of a GPU machine, which are the parts that each call carries and the command that it runs.
+"""Plans the calls of one lease of a GPU machine. The plan says which parts each call carries, and which command it runs.
 
 A lease is the time for which the machine is lent. A part is a file or folder that travels with a call besides the working
 tree. Needs no git.
@@ -41,7 +41,7 @@ class Part:
 
     @property
     def is_script(self) -> bool:
-        """Returns whether the part is a script, which is a part below 1 MiB that is no piece of the model.
+        """Returns whether the part is a script. A part below 1 MiB counts as a script, unless it is a piece of the model.
 
         Every call that starts an engine carries the scripts, while the other parts travel once.
         """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item of the GPU check with real texts at the cost of an 8B policy: SmolLM2-135M and its head, widened to Qwen3-8B's size.
 
-Five ways of rolling out, the arms A to E, take turns in the order A B C D E, then E D C B A. Each half has prompts of its own,
-because drafters remember texts. All engines stay up, so a machine needs the memory of five. If time is short, the item first
-tries fewer numbers of drafts to find vLLM's best one, and then leaves out the second half.
+Five ways of rolling out, the arms A to E, take turns. In the first half of the item the order is A B C D E, in the second
+half E D C B A. Each half has prompts of its own, because drafters remember texts. All engines stay up, so a machine needs the
+memory of five. Before the first half, the item finds the number of drafts with which vLLM's EAGLE-3 is fastest, for arm C. If
+time is short, it tries fewer numbers for this, and leaves out the end of the second half.
 """
 
 import tempfile
@@ -206,9 +207,9 @@ class _Rounds:
         return older
 
     def _texts_ahead(self, models: Models, older: Mapping[str, torch.Tensor]) -> list[list[bytes]]:
-        """Returns the texts that older weights make of each half's requests.
+        """Returns the texts that the weights `older` make ahead, a list for each half of the item.
 
-        They are made in the engine that will use them.
+        The engine that will have them as drafts makes them.
         """
         engine = self._stage.engine("E")
         config, now = read_policy(models.source)
@@ -320,9 +321,9 @@ def _figures(drained: Drained, plain: Drained | None) -> dict[str, Any]:
 
 
 def summaries(measured: Mapping[str, Sequence[Drained]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """Returns the rows of the tables that compare arms, by the table's title.
+    """Returns the rows of the tables that compare arms, by the table's title. A row is a name and its cells.
 
-    A row counts all halves that its arm has played.
+    `measured` has the batches of each arm, one for each half of the item. An arm's row covers all of its batches.
     """
     shown = [arm for arm in ARMS if measured[arm.letter]]
     speeds = {arm.letter: _speeds(measured[arm.letter]) for arm in shown}

@@ -38,9 +38,9 @@ def real(findings: Findings) -> None:
 
 
 def _batches(policy: Path) -> list[list[RolloutRequest]]:
-    """Returns three batches of requests for sums, which have 64, 64 and 8 requests with 4 samples of each prompt.
+    """Returns three batches of 64, 64 and 8 requests, with 4 samples of each prompt. A prompt asks for a sum of numbers.
 
-    Batches share no prompt, because drafters remember texts.
+    No prompt is in two batches, because drafters remember texts.
     """
     tokenizer = load_tokenizer(policy)
     sums = [" + ".join(map(str, problem.terms)) for problem in make_problems(SEED, 34)]

@@ -6,7 +6,7 @@ In a larger step, the host launches each kernel. The item measures what larger g
 graphs serves all ways, because an engine step can be kept out of its graph:
 
 - vLLM's graphs: Steps of up to 512 rows are in a graph, and larger ones are not.
-- larger graphs: Steps are in the graphs that the package captures where a block can fill them.
+- larger graphs: Steps are in a graph up to the number of rows that a block with texts made ahead can fill.
 - piecewise graphs: A step runs as if it read prompts, so only what lies between the attention of two layers is in graphs.
 - no graph: The host launches every kernel.
 
@@ -128,7 +128,11 @@ def _use_in_worker(worker: Any, way: str, extent: Extent) -> None:
 def dispatch_by(
     native: Any, graphs: Any, way: str, edge: int, num_reqs: int, num_tokens: int, *args: Any, **options: Any
 ) -> Any:
-    """Does the work of the graph manager's method `dispatch`, but keeps an engine step out of graphs that the way lacks."""
+    """Does the work of the graph manager's method `dispatch`, which chooses the graph of an engine step.
+
+    Chooses only among the graphs that `way` allows. `native` is vLLM's own method. `edge` is the number of rows of the largest
+    graph that vLLM captures by default.
+    """
     if way == NONE or (way == DEFAULT and num_tokens > edge):
         return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
     found = native(graphs, num_reqs, num_tokens, *args, **options)
@@ -138,7 +142,10 @@ def dispatch_by(
 
 
 def _cell(findings: Findings, forced: ForcedEngine, way: str, num_rows: int, requests: Any, extent: Extent) -> None:
-    """Notes the milliseconds of engine steps with `num_rows` rows, and what the step model predicted before it saw one."""
+    """Notes the measured milliseconds of engine steps with `num_rows` rows, and the step model's prediction of them.
+
+    The prediction is made before the steps.
+    """
     forced.use_policy(_ExactRows(num_rows, extent.most_drafts))
     costs = forced.engine.run_in_worker(lambda worker: worker.specrollout_accounts.step_model.costs())
     drafts = np.array([num_rows - extent.num_requests])

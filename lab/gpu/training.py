@@ -173,9 +173,10 @@ def _policy(findings: Findings) -> dict[str, Any]:
 def config_of(
     findings: Findings, kind: str, precision: str, num_steps: int, run: Path, by_handle: bool = True
 ) -> dict[str, Any]:
-    """Returns the local runner's config of an arm.
+    """Returns the local runner's config of the arm `kind`, which is `plain`, `ours` or `ahead`.
 
-    Arms differ in their block. The engine of the arm `ahead` also runs in a process of its own.
+    Arms differ in their block. In the arm `ahead`, the engine also runs in a process of its own. `by_handle` says whether
+    the engine then gets new weights by a handle to GPU memory. Otherwise the weights go through the host's memory.
     """
     policy = _policy(findings)
     context = policy["facts"]["context"]
@@ -233,7 +234,7 @@ def _compare_rows(findings: Findings, arms: Mapping[str, Arm]) -> None:
 
 
 def compared_rows(plain: Arm, arm: Arm) -> dict[str, Any]:
-    """Returns how many rows and losses of an arm equal those of the plain arm, over the steps that both have finished."""
+    """Returns how many rows and losses of an arm equal the plain arm's, over the steps that both arms have finished."""
     steps = range(min(len(plain.metrics), len(arm.metrics)))
     pairs = [pair for step in steps for pair in zip(plain.rows[step], arm.rows[step], strict=True)]
     losses = [(plain.metrics[step]["loss"], arm.metrics[step]["loss"]) for step in steps]

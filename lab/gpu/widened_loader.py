@@ -30,7 +30,7 @@ def register() -> None:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class WidenedLoader(BaseModelLoader):
-        """Makes the weights of folders with a marker file, and loads others, such as a head's, as vLLM does by default."""
+        """Makes the weights of a model whose folder has a marker file. Loads other models, such as a head, as vLLM does."""
 
         def download_model(self, model_config: Any) -> None:
             pass

@@ -79,7 +79,10 @@ class Recording:
         return [features for features in found if features.policy_version == version]
 
     def newest(self, version: int, held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
-        """Returns features of the policy versions up to `version`, the newest first, until they have `max_tokens` tokens."""
+        """Returns the newest features of the policy versions up to `version`, in all about `max_tokens` tokens.
+
+        The newest come first. With `held_out` they are features of held-out prompts, otherwise those for training.
+        """
         found = FeatureReader(self.folder / "features").sequences(held_out)
         return first_tokens((features for features in found if features.policy_version <= version), max_tokens)
 

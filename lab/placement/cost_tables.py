@@ -65,16 +65,16 @@ class CostTables(MeasuredFile):
     draft_model: str
     """Folder or name of the draft model."""
     verify_s: tuple[CostCurve, ...]
-    """Seconds of an engine step of the policy's engine by rows (requests and their draft tokens), with one curve for each
-    size."""
+    """Seconds of an engine step of the policy's engine by rows (requests and their draft tokens). There is a curve for each
+    measured size of this engine in threads or GPUs."""
     unit: str = choice("thread", "GPU")
-    """Unit of sizes."""
+    """Unit of the engines' sizes."""
     draft_s: tuple[CostCurve, ...] = ()
-    """Seconds in which a separate drafter drafts one token for each request, by number of requests, with one curve for each
-    size."""
+    """Seconds in which a separate drafter drafts one token for each request, by number of requests. There is a curve for each
+    measured size of the drafter's engine."""
     coupled_draft_s: tuple[CostCurve, ...] = ()
-    """Seconds in which the policy's own engine drafts one token for each request, by number of requests, with one curve for
-    each size."""
+    """Seconds in which the policy's own engine drafts one token for each request, by number of requests. There is a curve for
+    each measured size of the policy's engine."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
     """Version of the file format."""
 

@@ -245,7 +245,7 @@ def choose(block: SpecrolloutConfig, tables: CostTables, num_requests: int, thre
 
 
 def placed(block: SpecrolloutConfig, option: Option) -> SpecrolloutConfig:
-    """Returns the block with the place for its remote drafter that `option` says.
+    """Returns a copy of the block in which its remote drafter is placed as `option` says.
 
     The drafter stays remote, becomes a draft model in the policy's engine, or is left out.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates RL steps, and compares plain decoding with variants that have further features.
 
-The features are added one by one, or they are those of a run's config. Steps are synchronous, or they are asynchronous with a
-lag and with separate GPUs for generation and training.
+The features are added one by one, or a run's config says which there are. Steps are synchronous, or they are asynchronous
+with a lag and with separate GPUs for generation and training.
 
 Shapes: R requests, T steps, B requests of a step.
 """
@@ -41,8 +41,8 @@ def _synchronous(setting: Setting) -> StepResult:
 def _asynchronous(setting: Setting) -> StepResult:
     """Simulates overlapping steps, and returns means over their later half.
 
-    The last steps are left out, because no generation runs beside them. Batches that begin together also end together, so the
-    times of steps repeat in cycles of as many steps. Therefore only whole cycles count.
+    The last steps are left out, because no generation runs beside them. If n batches are generated at the same time, they also
+    end at about the same time, so the times of steps repeat every n steps. Therefore the mean is over whole cycles of n steps.
     """
     cluster = setting.fleet.scenario.cluster
     training = setting.fleet.scenario.training
@@ -69,9 +69,8 @@ def _asynchronous(setting: Setting) -> StepResult:
 def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Simulates training on one batch after another, while up to `ahead` later batches are generated.
 
-    So the generation of batch j begins with policy version j - `ahead`. Returns three arrays with a number for each batch,
-    which are the seconds of its generation, the seconds that training waited for it, and the second at which its training
-    ended.
+    So the generation of batch j begins with policy version j - `ahead`. Returns three arrays with a value for each batch. They
+    are the seconds of its generation, the seconds that training waited for it, and the second at which training on it ended.
     """
     requests_TB = np.arange(len(rollout.end_R)).reshape(len(train_s_T), -1)
     engine_B = in_shards(requests_TB.shape[1], len(rollout.engines))
@@ -97,8 +96,8 @@ def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np
 
 DECOUPLED, MOVING, RACING, RUN_AHEAD = "decoupled", "moving", "racing", "run_ahead"
 ON_POLICY = "on policy"
-"""Name of the variant with synchronous steps on the cluster of an asynchronous scenario, where engines wait while other GPUs
-train."""
+"""Name of a variant of asynchronous scenarios. Its steps are synchronous on the same cluster, so the engines wait while the
+training GPUs train."""
 TAIL = "fastest_of_n"
 
 
@@ -167,9 +166,11 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
 
 
 def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...]) -> list[StepResult]:
-    """Simulates synchronous steps with early texts for one coming step, for two and so on, and for as many as `auto` chooses.
+    """Simulates synchronous steps with early texts, and returns the result of each variant.
 
-    With several engines, it also simulates `auto` together with moves, and moves without early texts.
+    The variants have early texts for one coming step, for two and so on up to the scenario's number, and for as many as the
+    production code chooses (`auto`). With several engines there are two more, which are `auto` with moves, and moves without
+    early texts. Returns an empty list if the scenario has no `run_ahead`.
     """
     training = fleet.scenario.training
     ahead = training.run_ahead
@@ -203,7 +204,10 @@ def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
 
 
 def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:
-    """Returns the kind of drafting that a block configures, as `Fleet.speculation` takes it."""
+    """Returns the kind of drafting that a block configures, which is `plain`, `fixed`, `auto` or `apart`.
+
+    `apart` means a separate drafter (`Fleet.speculation`). It is returned only if a separate drafter can be placed.
+    """
     if not block.enabled or not block.drafters:
         return PLAIN
     if block.remote is not None and fleet.placement is not None:
@@ -236,7 +240,7 @@ class Drafted:
 def drafted(scenario: Scenario, block: SpecrolloutConfig) -> list[Drafted]:
     """Returns what an engine with the first draft method drafts for 1, 4, 16 and more requests.
 
-    The largest number of requests is the engine's share of those of a step.
+    The largest number is the engine's share of the requests of a training step.
     """
     fleet = Fleet(scenario)
     kind = drafting_kind(fleet, block)

@@ -63,8 +63,9 @@ class RoundCosts(Costs):
     """Costs from the figures of Paper B (arXiv 2604.26779).
 
     The figures give the seconds of an engine step with k drafts per request, relative to those of a step without drafts. This
-    ratio is the acceptance length divided by the speedup. It is interpolated linearly from 1 without drafts, and extrapolated
-    beyond the last figure. A step without drafts takes equally long for all batch sizes, because the paper does not say more.
+    ratio is the acceptance length divided by the speedup. Without drafts it is 1. Between two figures it is interpolated
+    linearly, and beyond the last one it is extrapolated. A step without drafts takes equally long for all batch sizes, because
+    the paper does not say more.
     """
 
     plain_step_s: float = bounded(above=0.0)
@@ -72,7 +73,7 @@ class RoundCosts(Costs):
     num_drafts: tuple[int, ...] = bounded(low=1)
     """Numbers of drafts per request, ascending."""
     plain_steps: tuple[float, ...] = bounded(low=1.0)
-    """Seconds of an engine step with each of these numbers of drafts, divided by those of a step without drafts."""
+    """Seconds of an engine step with each number of drafts in `num_drafts`, divided by `plain_step_s`."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""

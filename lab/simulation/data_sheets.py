@@ -166,9 +166,9 @@ MODELS = {
 
 
 def model_named(name: str, field: str) -> ModelShape:
-    """Returns the shape of a model, which is named or given as a folder with a config.json.
+    """Returns the shape of a model. `name` is the name of a known model, or a folder with a config.json.
 
-    A name may begin with the organisation, as on Hugging Face. Raises ConfigError with the field, the value and the fix.
+    The name may begin with the organisation, as on Hugging Face. Raises ConfigError with the field, the value and the fix.
     """
     folder = Path(name)
     if (folder / "config.json").is_file():

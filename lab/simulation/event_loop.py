@@ -107,7 +107,8 @@ class Rollout:
 
     Call `start` with the engine of each request, and then `run`.
 
-    Invariant: a request runs in several engines only while they race for it. As soon as one of them ends it, it ends in all.
+    Invariant: a request runs in several engines only while they race for it. When one engine ends the request, the other
+    engines stop decoding it.
     """
 
     def __init__(self, workload: Workload, engines: Sequence[SimulatedEngine], tail: TailPolicy | None = None) -> None:

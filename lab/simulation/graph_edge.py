@@ -29,7 +29,7 @@ RUNS = {
     "h200": (("gpu-h200.json", "speed_compiled"), ("gpu-h200-one-price.json", "speed_compiled")),
     "h100": (("gpu-h100.json", "speed"),),
 }
-"""Files in docs/benchmarks and their items with measurements of Qwen3-8B's shape, by GPU."""
+"""By GPU, the files in docs/benchmarks with measurements of Qwen3-8B's shape. With each file comes the item that made them."""
 VLLMS_LARGEST = 512
 KNEE = 200.0
 """Number of rows beyond which the measured GPUs take longer to compute a step than to read the weights."""
@@ -71,7 +71,10 @@ class StepTimes:
         )
 
     def with_larger_graphs(self, num_requests: int) -> "StepTimes":
-        """Returns the same times with larger graphs, as an engine captures them for this many requests with K drafts each."""
+        """Returns these step times for an engine that also has graphs of more rows.
+
+        An engine captures these larger graphs if `num_requests` requests may have K drafts each.
+        """
         added = larger_graphs({}, num_requests * (1 + POSITIONS), VLLMS_LARGEST, VOCAB_SIZE)
         return replace(self, graph_sizes=(*self.graph_sizes, *added))
 
@@ -173,7 +176,7 @@ def auto() -> AutoPolicy:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a row for each number of requests and each probability."""
+    """Prints a table of simulated speeds, with a row for each number of requests and each probability of a right draft."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", choices=RUNS, default="h200")
     gpu = parser.parse_args(arguments).gpu

@@ -24,7 +24,7 @@ PER_GPU = (8, 32)
 """Numbers of requests of a training step for each GPU."""
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 TEXT_LESS = 0.25
-"""Acceptance rate of a drafter with weights, minus that of a text drafter (`ASSUMED_ACCEPTANCE`,
+"""How much lower a text drafter's acceptance rate is than that of a drafter with weights (`ASSUMED_ACCEPTANCE`,
 lab/cli/simulated_config.py)."""
 SIZES = (1, 2, 4, 8)
 SAMPLES = 8
@@ -47,7 +47,7 @@ class Layout:
 
     name: str
     kind: str
-    """Kind of drafting, as `Fleet.speculation` takes it."""
+    """Kind of drafting, which is `plain`, `fixed`, `auto` or `apart` (`Fleet.speculation`)."""
     draft: str
     """Source of the drafts, as in `MethodConfig.draft`, or `model` for the policy's draft model."""
 
@@ -167,10 +167,11 @@ def tail_rows(device: str, seeds: range) -> Iterator[dict[str, Any]]:
 
 
 def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
-    """Returns the seconds of rollouts with moves, races or `run_ahead`, divided by those of rollouts without these.
+    """Returns by name the seconds of rollouts with moves, races or `run_ahead`, divided by the seconds of a rollout without.
 
-    Engines race only if they draft by two methods, which makes some of them slower. So the seconds of two methods without
-    races are also returned. Rollouts with `run_ahead` are means over six steps.
+    The key `seconds` has the seconds of the rollout without. Engines race only if they draft by two methods, and the second
+    method makes some engines slower. So there is also a ratio for two methods without races. Rollouts with `run_ahead` are
+    means over six steps, and are divided by such a mean.
     """
     size = TAIL_SIZES[case.policy]
     alone, racing = (Fleet(case.scenario(layout, size, races=races)) for races in (False, True))
@@ -202,12 +203,12 @@ def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
 
 
 def region_rows(device: str) -> Iterator[dict[str, Any]]:
-    """Yields the speed of remote drafters, as the planner predicts it, divided by that of the best other way.
+    """Yields rows with the speed of remote drafters, as the planner predicts it, divided by the speed of the best other way.
 
-    The other ways are drafting in the policy's engine and plain decoding. The batch never drains. A draft token takes the
-    share `ratio` of an engine step of the policy without drafts and with as many requests, both in the policy's engine and on
-    separate GPUs. The figure `free` does not count the GPUs of remote drafters, so it is the most that sharing drafters can
-    gain.
+    The other ways are drafting in the policy's engine and plain decoding. The batch never drains. `ratio` is the time to draft
+    a token for all requests, divided by the time of the policy's plain engine step for these requests. It is the same in the
+    policy's engine and on separate GPUs. The figure `free` does not count the GPUs of remote drafters, so it is the most that
+    sharing drafters can gain.
     """
     for policy in POLICIES:
         case = Case(policy, device, REGION_GPUS, PER_GPU[0], TAIL_P)

@@ -110,7 +110,7 @@ def draft_table() -> Iterator[Cell]:
 
 
 def asynchronous() -> Iterator[Cell]:
-    """Yields Paper B's figures of asynchronous training of the 8B model with lag 1."""
+    """Yields Paper B's figures of asynchronous training of the 8B model with lag 1, each with the simulator's prediction."""
     plain = _step(ASYNC, PLAIN)
     step = _step(ASYNC, FIXED)
     yield _cell("async 8B", "plain exposed", INPUT, 10.4, plain.parts_s["generate"], "s")
@@ -142,7 +142,10 @@ def projections() -> Iterator[Cell]:
 
 
 def specactor() -> Iterator[Cell]:
-    """Yields SpecActor's figures, which are ranges over several traces, and predictions for the trace that resembles DAPO."""
+    """Yields SpecActor's figures, each with the simulator's prediction.
+
+    A figure of the paper is a range over several traces. The prediction is for the one trace that resembles DAPO.
+    """
     plain = _step(DAPO, PLAIN)
     vanilla = _step(DAPO, FIXED)
     figures = [

@@ -45,7 +45,7 @@ class Machine:
     rows: tuple[float, ...]
     """Numbers of rows for which the seconds of an engine step are known."""
     seconds: tuple[float, ...]
-    """Seconds of an engine step with each number in `rows`."""
+    """Seconds of an engine step, one value for each number of rows in `rows`."""
     request_s: float
     """Seconds of each request, in addition to those of its rows."""
     text_s: float
@@ -131,7 +131,10 @@ class Phase:
         return self.tokens / self.seconds
 
     def rate_from(self, start_s: float) -> float:
-        """Returns the tokens per second after `start_s` seconds of the phase, or of the whole phase if it is shorter."""
+        """Returns the tokens per second in the engine steps that end after `start_s` seconds of the phase.
+
+        If less than about a quarter of the phase's engine steps are left then, all of its engine steps count.
+        """
         seconds_2 = np.array(self.by_step)
         late = np.cumsum(seconds_2[:, 0]) > start_s
         kept = seconds_2[late] if late.sum() > len(late) // 4 else seconds_2
@@ -149,7 +152,8 @@ class Choice(Enum):
     HOST = "host"
     """The host chooses both the number and the drafts, from proposals that are one engine step old (`HostBudget`)."""
     UNFORESEEN = "host without foresight"
-    """The same as `HOST`, but acceptance rates that are one engine step old are used as if they were current."""
+    """The host chooses both the number and the drafts, from proposals that are one engine step old. Unlike with `HOST`, it
+    takes the old acceptance rates for current ones, and predicts no newer ones."""
 
 
 class Replay:
@@ -366,7 +370,10 @@ class Replay:
 
 
 def ways_of(record: Record) -> dict[str, list[int]]:
-    """Returns the sets of drafters to compare, by name. They are all drafters, those without weights, the model, and none."""
+    """Returns the sets of drafters to compare, by name. A set is a list of drafter numbers.
+
+    The sets are no drafter, the drafters without weights, the drafter with weights alone, and all drafters.
+    """
     text = [d for d in range(len(record.names)) if d != record.model]
     return {"plain": [], "text": text, "model": [record.model], "all": list(range(len(record.names)))}
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated engine that decodes its own requests, and early requests of coming steps in free slots (`run_ahead`).
 
-The production code (`run_ahead/decisions/early_share.py`) decides how many early requests run beside the engine's own. If an
-earlier phase has decoded a part of a request's text, this part is verified first, many rows at a time. Decoding then continues
-where the text diverges. Between two events all requests of the engine advance at constant speed.
+The production code (`run_ahead/decisions/early_share.py`) decides how many early requests run beside the engine's own. If a
+part of a request's text was decoded in an earlier step, this part is verified first, many rows at a time. Decoding then
+continues where the text diverges. Between two events all requests of the engine advance at constant speed.
 
 Shapes: I requests, R numbers of requests from 0 on, L lengths of responses, B requests of an engine step.
 """
@@ -34,9 +34,9 @@ _FULL_ROWS = 1024
 
 @dataclass
 class TextsInFlight:
-    """All requests of an engine in a phase, with their progress.
+    """All requests of an engine in a simulated step, its own and early ones, with their progress.
 
-    If two are equally good, the first in the list is started first.
+    Of two requests that are equally worth starting, the engine starts the one with the lower index.
     """
 
     numbers_I: np.ndarray
@@ -45,8 +45,8 @@ class TextsInFlight:
     steps_ahead_I: np.ndarray
     """Number of steps until each request's own step, which is 0 for the engine's own requests."""
     known_I: np.ndarray
-    """Number of tokens at the beginning of each early text that are right under the current weights. The engine learns it only
-    by verification."""
+    """Number of tokens at the beginning of each early text that are right under the current weights. The engine learns this
+    number only by verification."""
     is_complete_I: np.ndarray
     """Whether each early text has an end. The end is wrong if the text diverges before it."""
     done_I: np.ndarray
@@ -65,7 +65,7 @@ class TextsInFlight:
         known_I: np.ndarray,
         is_complete_I: np.ndarray,
     ) -> "TextsInFlight":
-        """Returns the requests at the beginning of a phase, when nothing was decoded or verified in it."""
+        """Returns the requests at the beginning of a simulated step, when nothing has been decoded or verified in it."""
         num = len(numbers_I)
         progress = (np.zeros(num), np.full(num, np.nan), np.zeros(num, bool))
         return cls(numbers_I, work, steps_ahead_I, known_I, is_complete_I, *progress)
@@ -129,16 +129,19 @@ class EarlyTerms:
 
 
 class RollingEngine:
-    """A simulated engine in one phase.
+    """A simulated engine in one simulated step.
 
-    The phase lasts until the engine's own requests have ended, and then as long as the caller wants. A tail policy sees the
-    engine like a `SimulatedEngine` that has only its own requests.
+    The engine runs until its own requests have ended, and then as long as the caller wants. A tail policy sees the engine
+    like a `SimulatedEngine` that has only its own requests.
     """
 
     def __init__(
         self, index: int, speculation: Speculation, num_slots: int, texts: TextsInFlight, terms: EarlyTerms | None
     ) -> None:
-        """Begins a phase. If `terms` is None, the engine fills all free slots with early requests, whatever they cost."""
+        """Begins the simulated step.
+
+        If `terms` is None, the engine fills all free slots with early requests, whatever they cost.
+        """
         self.index = index
         self.num_slots = num_slots
         self.method = 0
@@ -161,7 +164,10 @@ class RollingEngine:
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Indices of the engine's own requests that have started and not ended, int64. They are those of `numbers_I`."""
+        """Numbers of the engine's own requests that have started and not ended, int64.
+
+        A number is the request's index among the requests of all steps.
+        """
         return self.texts.numbers_I[self._is_running_I()]
 
     @property
@@ -171,7 +177,10 @@ class RollingEngine:
 
     @property
     def waiting(self) -> np.ndarray:
-        """Indices of the engine's own requests that have not started, int64. They are those of `numbers_I`."""
+        """Numbers of the engine's own requests that have not started, int64.
+
+        A number is the request's index among the requests of all steps.
+        """
         return self.texts.numbers_I[self._is_under_way_I() & ~self.texts.has_begun_I]
 
     def tokens_at(self, now_s: float) -> np.ndarray:

@@ -30,7 +30,7 @@ NUM_STEPS = 12
 _SEED_OF_FLIPS = 2_000_003
 """Offset of the seed for the positions at which responses diverge."""
 _NO_UPDATES = AheadConfig(tokens_to_flip=1.0, foreseen=0.0)
-"""Config that takes the place of a scenario's missing `run_ahead`. Its values do not matter then."""
+"""Config for a scenario without `run_ahead`. No early texts are made then, so its values have no effect."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class EarlyFigures:
     steps: float
     """Mean number of coming steps for which there were early texts."""
     delay: float
-    """Share by which a rollout becomes longer if early requests run beside it. The compared rollout uses the same early
-    texts."""
+    """Share by which early requests make a rollout longer that runs beside them. The comparison is a rollout with the same
+    early texts as drafts, but without early requests."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ AUTO = -1
 
 
 def rolling_steps(setting: Setting, steps_ahead: int, *, is_exact: bool = True) -> RollingResult:
-    """Simulates synchronous steps one after another, with early requests of the next `steps_ahead` steps, or of `AUTO` steps.
+    """Simulates synchronous steps one after another, with early requests of the next `steps_ahead` steps.
 
-    If the cluster has `train_gpus`, engines decode early requests while the policy is trained on these other GPUs. Otherwise
-    the engines share their GPUs with the trainer and cannot. Without `is_exact`, texts continue under new weights without
-    verification, as in asynchronous training on one pool of GPUs. Samples are then up to `steps_ahead` updates off policy, and
-    free slots are filled at any cost.
+    With `AUTO` as `steps_ahead`, the production code chooses this number before each rollout. If the cluster has `train_gpus`,
+    engines also decode early requests during training. Otherwise they share their GPUs with the trainer, and decode none in
+    this time. Without `is_exact`, texts continue under new weights without verification, as in asynchronous training on one
+    pool of GPUs. Samples are then up to `steps_ahead` updates off policy. Early requests then fill all free slots, even where
+    they slow down the rollout.
     """
     return _Rolling(setting, steps_ahead, is_exact).result()
 
@@ -164,7 +165,7 @@ class _Rolling:
         return lasts_r
 
     def _steps_ahead(self, step: int) -> int:
-        """Returns how many coming steps may have early requests in the phase of `step`."""
+        """Returns how many coming steps may have early requests during `step`."""
         if not self._chooses:
             return self._most_ahead
         prices = self._prices(step)
@@ -172,15 +173,15 @@ class _Rolling:
         return self._policy.steps
 
     def _observe(self, step: int, steps_ahead: int) -> None:
-        """Tells `StepsAhead` how many early texts each coming step had when the phase ended."""
+        """Tells `StepsAhead` how many early texts each coming step has at the end of `step`."""
         coming = self._steps[step + 1 : step + 1 + steps_ahead]
         if len(coming):
             self._policy.observe_flights([Flight(len(r), int((self._right_R[r] > 0).sum())) for r in coming])
 
     def _engines(self, step: int, steps_ahead: int) -> list[RollingEngine]:
-        """Returns the engines of a phase with their requests.
+        """Returns the engines for `step`, with its own requests and those of the next `steps_ahead` steps.
 
-        An engine's requests of nearer steps come first, and within a step those with longer texts.
+        In an engine's list, requests of nearer steps come first, and within a step the requests with longer texts.
         """
         engines = []
         for index in range(self._num_engines):
@@ -210,14 +211,20 @@ class _Rolling:
         return EarlyTerms(self._prices(step, num_steps), self._policy.kept, self._ahead.branches / 2)
 
     def _prices(self, step: int, num_steps: int = 1) -> EarlyPrices:
-        """Returns the prices of early requests that the previous rollout has measured. The first rollout uses its own."""
+        """Returns the prices of early requests for `step`, computed from the response lengths of the step before it.
+
+        The first step uses its own lengths. `num_steps` is the number of coming steps that have early requests.
+        """
         last_r = self._steps[max(step - 1, 0)]
         length_L = self._requests.length_R[last_r][: -(-len(last_r) // self._num_engines)]
         prompt = self._requests.prompt_tokens
         return early_prices(self._speculation, self._setting.fleet.num_slots, prompt, length_L, max(num_steps, 1))
 
     def _go_on(self, engines: list[RollingEngine], generated_s: float, parts_s: dict[str, float]) -> None:
-        """Lets engines decode early requests while others roll out and while other GPUs train, and then stores their texts."""
+        """Lets engines decode early requests until the last engine ends its rollout and other GPUs have trained.
+
+        Then stores the texts of these requests.
+        """
         window_s = generated_s
         if self._setting.fleet.scenario.cluster.train_gpus:
             window_s += sum(parts_s.values()) - parts_s["refit"]

@@ -101,7 +101,7 @@ class MethodConfig:
         return acceptance_for(self.acceptance_length, self.at_k, self.spread)
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless exactly one of `acceptance` and `acceptance_length` is given and its value is possible."""
+        """Raises ConfigError if not exactly one of `acceptance` and `acceptance_length` is given, or if it is impossible."""
         length = self.acceptance_length
         most = self.at_k + 1
         raise_first_mistake(
@@ -133,8 +133,9 @@ class DraftingConfig:
     """Names of the draft methods of engines 0, 1 and so on if engines race, repeated cyclically. Empty means each method in
     turn."""
     freed_workers_switch: bool = True
-    """Whether an engine drafts by the first method until it has been idle, and then by its own, as in SpecActor. Otherwise it
-    has its own method from the start, as in `fastest_of_n.methods` of the block."""
+    """Whether every engine drafts by the first method until it has been idle, and then by its own method
+    (`methods_of_workers`), as in SpecActor. If false, each engine drafts by its own method from the start, as with
+    `fastest_of_n.methods` of the block."""
     method_correlation: float = bounded(0.5, low=0.0, high=1.0)
     """Correlation between the log-odds of two methods' acceptances on the same request."""
     drafter_gpus: tuple[int, ...] = bounded((), low=1)
@@ -195,14 +196,14 @@ class AheadConfig:
     """How updates of the weights change early texts, and how many of these are made (`run_ahead`)."""
 
     tokens_to_flip: float = bounded(above=0.0)
-    """Mean number of response tokens until the weights after an update sample another token than those before it."""
+    """Mean number of response tokens until the updated weights sample another token than the weights before the update."""
     steps: int = bounded(2, low=1, high=4)
     """Most coming steps for which early texts are made. Each number from 1 to this one is simulated as a variant."""
     branches: float = bounded(0.0, low=0.0, high=16.0)
-    """Mean number of branches that are decoded of an early text. They begin anywhere in the text, so half as many run beside
-    it."""
+    """Mean number of branches that are decoded for an early text. Branches begin anywhere in the text, so on average half of
+    them run beside it."""
     foreseen: float = bounded(0.0, low=0.0, high=1.0)
-    """Share of the changes that updates make in early texts for which a branch already has the new token."""
+    """Where an update changes a token of an early text, the probability that a branch already has the new token."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if changes are foreseen without any branches."""
@@ -227,7 +228,7 @@ class TrainingConfig:
     """Order of generation and training. With `sync`, a step generates and then trains. With `async`, batches are generated
     while the policy is trained on earlier ones."""
     lag: int = bounded(0, low=0, high=64)
-    """Most policy versions by which a batch may be behind when training on it begins, for `async`."""
+    """How many policy versions a batch may be behind at most when training on it begins. Only for `async`."""
     max_age: int | None = bounded(None, low=0)
     """Age in steps above which samples are discarded, which is NeMo-RL's `max_trajectory_age_steps`. By default it is the
     lag."""
@@ -365,5 +366,8 @@ def shipped() -> list[str]:
 
 
 def read_scenario(name: str, overrides: list[str]) -> Scenario:
-    """Reads a scenario that ships with the package, and changes values by `overrides`. Raises ConfigError."""
+    """Returns the scenario `name`, which ships with the package, with values changed by `overrides`.
+
+    Raises ConfigError if there is no such scenario or a value is wrong.
+    """
     return build(Scenario, load_config(FOLDER / f"{name}.yaml", overrides), "")

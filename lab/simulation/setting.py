@@ -34,7 +34,7 @@ _SEED_OF_PAST = 1_000_003
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines of a scenario, with their number, costs and ways to draft. Each is computed when it is needed."""
+    """The engines of a scenario, with their number, costs and ways to draft. Every figure is computed when it is needed."""
 
     scenario: Scenario
 
@@ -99,8 +99,8 @@ class Fleet:
     def speculation(self, kind: str, method: int) -> Speculation:
         """Returns how an engine drafts, for a kind of drafting and the number of a draft method.
 
-        `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter, which becomes `auto` if no drafter can be
-        placed.
+        `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter. If no separate drafter can be placed, `apart`
+        means `auto`.
         """
         drafting = self.scenario.drafting
         costs = self.costs(method)
@@ -168,7 +168,7 @@ class Variant:
 
     name: str
     speculation: str = PLAIN
-    """Kind of drafting, as `Fleet.speculation` takes it."""
+    """Kind of drafting, which is `plain`, `fixed`, `auto` or `apart` (`Fleet.speculation`)."""
     tail: FastestOfNConfig | None = None
     """Config of the tail policy, or None if requests never move and engines never race."""
     is_split: bool = False
@@ -238,10 +238,11 @@ class Setting:
         return self.fleet.scenario.lengths.draw(batch.num_prompts, batch.num_samples, rng)
 
     def _traced(self, num_steps: int) -> list[np.ndarray]:
-        """Returns measured response lengths for `num_steps` steps.
+        """Returns measured response lengths for `num_steps` steps, int64 [P, S] for each step.
 
-        A single step gets those of the last measured step. Several steps get those of all measured steps of the same shape in
-        turn.
+        A single step gets the lengths of the last measured step. Several steps get the lengths of one measured step after
+        another, from the beginning again where these run out. Measured steps with other numbers of prompts or samples than
+        the last one are left out.
         """
         alike = [lengths for lengths in self.traced if lengths.shape == self.traced[-1].shape]
         return [alike[i % len(alike)] for i in range(num_steps)] if num_steps > 1 else [alike[-1]]
@@ -264,7 +265,10 @@ class Setting:
         return [self.fleet.speculation(self.variant.speculation, m) for m in range(num_methods)]
 
     def _methods(self) -> list[int]:
-        """Returns the number of each engine's draft method. Methods differ only if engines race or `is_split` is set."""
+        """Returns the number of each engine's draft method.
+
+        Methods differ only if engines race or if the variant gives each engine its own method. Otherwise all are method 0.
+        """
         drafting = self.fleet.scenario.drafting
         num_engines = self.fleet.num_engines(self.variant.speculation)
         tail = self.variant.tail

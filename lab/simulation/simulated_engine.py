@@ -82,7 +82,10 @@ class SimulatedEngine:
         return EarlyWorth()
 
     def tokens_at(self, now_s: float) -> np.ndarray:
-        """Returns how many tokens each request has at the second `now_s`, float64 [B]. It must be within the current plan."""
+        """Returns how many tokens each request has at the second `now_s`, float64 [B].
+
+        `now_s` must be within the current plan.
+        """
         done_B = self.tokens_B + self._step.tokens_B * self._num_steps * self._share(now_s)
         return np.minimum(done_B, self.lengths_B)
 
@@ -139,7 +142,7 @@ class SimulatedEngine:
         self.p_B = np.concatenate([self.p_B, p_b])
 
     def became_idle(self) -> None:
-        """Changes to the way to draft in `after_idle`, if there is one."""
+        """Lets the engine draft as `after_idle` says from now on. Does nothing if `after_idle` is None."""
         if self.after_idle is not None:
             (self.speculation, self.method) = self.after_idle
             self.after_idle = None
@@ -235,9 +238,9 @@ class SimulatedSpeeds:
 
 
 class TailPolicy:
-    """The production tail policy, applied to simulated engines. Owns it and its length estimates.
+    """Applies the production tail policy to simulated engines. Owns this policy and its length estimates.
 
-    It is asked when a request ends while an engine is idle, at most once in `every_s` seconds.
+    The policy is asked when a request ends while an engine is idle, at most once in `every_s` seconds.
     """
 
     def __init__(
@@ -249,7 +252,10 @@ class TailPolicy:
         *,
         is_blind: bool = False,
     ) -> None:
-        """Makes a tail policy that has not been asked yet. With `is_blind`, it ignores the early work that moves displace."""
+        """Makes a tail policy that has not been asked yet.
+
+        With `is_blind`, it does not count the early requests that have to give way to a request that moves.
+        """
         policy = FastestOfN(config, speeds)
         self.policy: RealTailPolicy = BlindToEarlyWork(policy) if is_blind else policy
         self.speeds = speeds

@@ -27,12 +27,12 @@ _ACCEPTANCE_STEP = 0.02
 _NUM_BINS = 1024
 """Number of bins of survival. Decisions take the survival of a draft to be the centre of its bin."""
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of drafts that a pair of a verifier and a separate drafter tries."""
+"""Numbers of drafts of a request that are tried for a verifier with a separate drafter. The fastest number is used."""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One engine step, in expected values."""
+    """The expected tokens and rows of one engine step."""
 
     tokens_B: np.ndarray
     """Expected number of tokens by which each request grows, float64."""
@@ -131,9 +131,9 @@ class CoupledSpeculation(Speculation):
 class DecoupledSpeculation(Speculation):
     """Drafting on separate GPUs, where the drafter works ahead of the verifier in a steady state.
 
-    The number of drafts is the one with the highest speed. If none is faster than plain decoding, there are no drafts. If a
-    request's acceptance differs from the batch's mean, the request gains as much as it would from as many drafts in its own
-    engine.
+    The number of drafts is the one with the highest speed. If no number is faster than plain decoding, there are no drafts.
+    The steady state is computed for the batch's mean acceptance. A request with another acceptance gains more or fewer tokens,
+    by the factor that its acceptance would make if the policy's own engine drafted as much.
     """
 
     def __init__(self, costs: Costs, drafter: Costs, max_k: int) -> None:

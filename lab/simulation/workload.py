@@ -111,8 +111,8 @@ class Workload:
     def tokens_to_prefill(self, requests_b: np.ndarray) -> int:
         """Returns how many prompt tokens an engine computes when these requests begin.
 
-        Samples of a prompt share its full KV cache blocks, which are computed once. The tokens after these are computed for
-        each request. They always include the last token of the prompt.
+        Samples of a prompt share its full KV cache blocks, which are computed once. The prompt's tokens after these blocks are
+        computed for each request. The last token of the prompt is always among them.
         """
         shared = (self.prompt_tokens - 1) // _KV_BLOCK * _KV_BLOCK
         num_prompts = len(np.unique(self.prompt_R[requests_b]))
@@ -174,7 +174,7 @@ _FIX = "give each prompt the same samples, from 0, as in a run's samples.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of a trace, or one sample of a line."""
+    """The length of one response in a trace. A line of the trace has one or several of them."""
 
     prompt: int = bounded(low=0)
     sample: int = bounded(low=0)
