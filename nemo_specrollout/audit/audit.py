@@ -124,10 +124,10 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
 
 
 def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, rounding: Rounding) -> int | None:
-    """Finds out which policy version sampled a row, if the recorded version did not.
+    """Returns the policy version that sampled a row, if the recorded version did not, or None if it is not found.
 
-    It tries the versions just before and just after the recorded one, as far as their weights are available. Returns the
-    version of which the row is a sample, or None. Also returns None if the records name several versions for the row.
+    Only the versions just before and just after the recorded one are tried, if their weights are available. If the records
+    name several versions for the row, none is tried.
     """
     if len(row.policy_spans) > 1:
         return None

@@ -146,7 +146,7 @@ def _samples(folder: Path) -> dict[int, list[Mapping[str, Any]]]:
 def _rows_by_step(
     samples: Mapping[int, Sequence[Mapping[str, Any]]], places: Mapping[int, tuple[Path, int]]
 ) -> dict[int, list[Place]]:
-    """Returns the places of the rows of each step.
+    """Returns for each step where its rows are recorded, in the order of the rows. Steps without rows are left out.
 
     A row may have entries in several steps, for example if it moved to another engine. It then belongs to the last of them.
 

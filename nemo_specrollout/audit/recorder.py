@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the rows (samples) that an engine has finished into the folder of its run. The engine need not wait for it."""
+"""Writes the rows (samples) that an engine has finished into the folder of its run, while the engine goes on."""
 
 import os
 import queue

@@ -57,7 +57,7 @@ class RowParams:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RowParams":
-        """Returns the parameters from JSON values, which have lists instead of tuples, and texts instead of ids as keys."""
+        """Returns the parameters whose JSON form is `values`. In JSON, tuples are lists, and token ids as keys are strings."""
         tuples = {name: tuple(values[name]) for name in ("stop_token_ids", "allowed_token_ids", "unknown")}
         bad_words = tuple(map(tuple, values["bad_words"]))
         logit_bias = {int(token): bias for token, bias in values["logit_bias"].items()}

@@ -92,7 +92,7 @@ class Audit:
     rows: Sequence[RowVerdict]
     skipped: Sequence[Skipped]
     dtype: str
-    """Precision in which the engines computed. If they had different ones, all are named, separated by commas."""
+    """Precision in which the engines computed. If their precisions differ, it is a list with commas."""
     rounding: Rounding
     logprob_differences: Array
     """Absolute difference between the engine's and the audit's log-prob of each token, in nats. It is NaN if the engine's is

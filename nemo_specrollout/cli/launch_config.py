@@ -24,9 +24,9 @@ _KEYS_OF_FLAGS = {
     "logger.log_dir": "--run-dir",
 }
 _SAVE_MARGIN_S = 25 * 60
-"""Seconds from the time after which NeMo-RL saves and stops to the job's time limit.
+"""Seconds before a job's time limit at which NeMo-RL is told to save and stop.
 
-They also have to cover the start of the job, because NeMo-RL begins to measure time only after it.
+NeMo-RL measures time only from the end of its start. So these seconds have to cover the start too.
 """
 
 
@@ -72,10 +72,11 @@ def written_config(run: Path, settings: slurm.ClusterSettings) -> dict[str, Any]
 def _computed(
     config: DictConfig, path: Path, overrides: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the values of a config that a job with the environment `variables` would compute, as nested dictionaries.
+    """Returns the config with the values that a job with the environment `variables` would compute, as nested dictionaries.
 
-    Also returns, for each key whose value needs a variable that is not among them, the name of this variable. `path` and
-    `overrides` are where the config comes from. Raises ConfigError if a value cannot be computed.
+    Also returns a dictionary of the variables that `variables` lacks. Each key of the config whose value needs such a variable
+    has the variable's name there. `path` and `overrides` are where the config comes from. Raises ConfigError if a value cannot
+    be computed.
     """
     with environment_variables(variables) as unknown:
         try:

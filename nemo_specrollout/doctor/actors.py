@@ -21,7 +21,7 @@ from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_
 ACTORS = Section("NeMo-RL's actors")
 _ENGINES = ("VllmGenerationWorker", "VllmAsyncGenerationWorker")
 _OURS = (*_ENGINES, "AsyncTrajectoryCollector", "SyncRolloutActor")
-"""NeMo-RL's Ray actors whose Python must find this package, by the last part of their names."""
+"""Names of the classes of NeMo-RL's Ray actors whose Python must find this package, without their modules."""
 _TIMEOUT_S, _ANSWER_S = 120.0, 60.0
 _QUESTION = """
 import importlib.metadata as metadata, importlib.util as util, json, platform

@@ -28,7 +28,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def offline_variable(environment: Mapping[str, str]) -> str | None:
-    """Returns the name of an environment variable that is set so that Hugging Face's libraries download nothing, or None."""
+    """Returns the environment variable that forbids Hugging Face's libraries to download, such as HF_HUB_OFFLINE, or None."""
     return next((name for name in _OFFLINE_VARIABLES if environment.get(name, "").lower() in _TRUE), None)
 
 

@@ -92,9 +92,10 @@ class PythonSource:
         return merged | dict(names_of(node.body))
 
     def definition(self, name: str) -> tuple[bool, ast.stmt | None]:
-        """Tells whether the package has a dotted name, and returns its syntax tree too, or None if it has no tree.
+        """Returns whether the package has the dotted name `name`, and the syntax tree of what has this name.
 
-        The name may also be that of a member of a class.
+        The tree is None if the name does not exist, or if it is that of a module, for example. The name may also be that of a
+        member of a class.
         """
         found = self.find(name)
         if found is not None:

@@ -111,9 +111,9 @@ class KeptFile:
         return None
 
     def unfit(self, why: str) -> Found:
-        """Notes the problem that the state in the file does not fit this process, and returns a result without a state.
+        """Logs that the state in the file does not fit this process, and returns a result without a state.
 
-        `why` is the reason.
+        `why` is the reason. `take_problem` returns it too.
         """
         return self._unusable(f"does not fit ({why})")
 

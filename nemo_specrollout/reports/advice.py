@@ -27,7 +27,7 @@ class Advice(NamedTuple):
 
     mechanism: str
     state: str
-    """`on` or `off`."""
+    """`on` if the run used the mechanism, or `off`."""
     verdict: str
     sentence: str
 
@@ -65,7 +65,7 @@ def _is_on(block: Mapping[str, Any], name: str) -> bool:
 def _bound(share: float, what: str) -> tuple[str, str]:
     """Returns verdict and sentence for a mechanism that is off and can save at most `share` of a rollout.
 
-    `what` is the beginning of the sentence, which says what this share is.
+    The sentence is "WHAT SHARE of a rollout". So `what` has to say what the share is.
     """
     verdict = "may pay" if share >= WORTHWHILE else "would not pay"
     return verdict, f"{what} {share:.0%} of a rollout"

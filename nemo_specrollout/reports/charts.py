@@ -187,7 +187,8 @@ def save_picture(run: Run, path: Path, extra: Sequence[tuple[Draw, Any]] = ()) -
 def figure_of(path: Path) -> Figure:
     """Returns the picture at `path` as a figure with the same pixels, for loggers that take figures.
 
-    The figure contains an image, because Weights & Biases turns other figures into charts of its own that lose much of them.
+    The figure consists of one image. Other figures would be turned into charts of Weights & Biases, and lose much of their
+    content.
     """
     pixels = imread(path)
     figure = Figure((pixels.shape[1] / DPI, pixels.shape[0] / DPI), dpi=DPI)

@@ -124,12 +124,12 @@ class RunOfStarts(Run):
 
     @property
     def num_lost(self) -> int:
-        """Number of lost steps, which were made again by a later start."""
+        """Number of lost steps. A step is lost if a later start makes it again."""
         return sum(map(len, self.lost.values()))
 
     @property
     def lost_s(self) -> float:
-        """Seconds that the lost steps took, which a later start made again, or NaN if they are not known."""
+        """Seconds that all lost steps took, or NaN if they are not known. A later start made these steps again."""
         return reduced(sum, series([step for steps in self.lost.values() for step in steps], "step_s"))
 
     @property
@@ -142,7 +142,7 @@ class RunOfStarts(Run):
         return [job for job in self.launch.jobs if job.id not in known] if self.launch else []
 
     def end_of(self, start: Start) -> str:
-        """Returns Slurm's words for why it ended a start, such as "DUE TO TIME LIMIT", or "" if Slurm wrote nothing."""
+        """Returns Slurm's reason for ending a start, such as "DUE TO TIME LIMIT", or "" if Slurm wrote nothing."""
         ends = self.launch.ends.get(start.job, ()) if self.launch and start.job else ()
         of_job = [other for other in self.starts if other.job == start.job]
         after = next((other for other in of_job if other.num_requeues > start.num_requeues), None)

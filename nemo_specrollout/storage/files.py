@@ -45,7 +45,9 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Locks `folder` against other callers of this function, and returns an open file. The lock lasts until it is closed.
+    """Locks `folder` against other callers of this function, and returns an open file.
+
+    The lock lasts until this file is closed.
 
     Raises BlockingIOError if another process has locked the folder. If the file system has no locks, logs a warning, and the
     folder is not locked.
@@ -78,7 +80,7 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
 def sync_folder(folder: Path) -> None:
     """Writes the names of the files in `folder` to disk, so that they survive a power cut.
 
-    It does nothing if the file system cannot do this, as is so for some network file systems.
+    It does nothing if the file system cannot do this. Some network file systems cannot.
     """
     with suppress(OSError):
         sync(folder)
