@@ -132,7 +132,11 @@ class RecordedRun:
 
 
 def _folders(run: Run) -> list[tuple[Path, float]]:
-    """Returns the folders with a run's records. Each comes with the first step that a later start made again, or inf."""
+    """Returns the folders with a run's records, one for each start.
+
+    Each folder comes with the number of the first step that a later start made, or inf if there is no later start. Records of
+    this step and the following ones do not count.
+    """
     if not isinstance(run, RunOfStarts):
         return [(run.folder, math.inf)]
     return [(start.folder / RECORDS, bound) for start, bound in zip(run.starts, run.bounds, strict=True)]

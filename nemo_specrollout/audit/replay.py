@@ -38,7 +38,7 @@ class RowReplay:
     logprobs: Array
     """Log-prob of the recorded token, as the audit computes it."""
     own_rounding: Array
-    """Absolute change of the audit's log-prob if it is computed in the engine's precision instead of a finer one."""
+    """Absolute difference between the audit's log-probs in the engine's precision and in a finer precision."""
 
     @property
     def differs(self) -> Array:

@@ -80,7 +80,7 @@ class FinishedRow:
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """One recorded response, with its place in the run and the policy versions that sampled it."""
+    """One recorded response, with its step, its number in the step, and the policy versions that sampled it."""
 
     step: int
     number: int
@@ -107,7 +107,7 @@ class RecordedRow:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an audit needs to know about the engine that generated a row in order to compute the row again."""
+    """The facts about an engine that an audit needs to compute the engine's rows again."""
 
     engine: int
     """Number of the engine in its run."""
@@ -120,7 +120,7 @@ class EngineFacts:
 
 
 def write_rows(file: Path, facts: EngineFacts, rows: Sequence[FinishedRow]) -> None:
-    """Writes rows that one engine has finished to a new file, which appears only when it is complete. Raises OSError."""
+    """Writes finished rows of one engine to a new file. The file appears only when it is complete. Raises OSError."""
     params = list[RowParams]()
     prompts = dict[bytes, int]()
     params_B, prompts_B = [], []

@@ -32,7 +32,8 @@ def launch(args: argparse.Namespace) -> int:
 
     The run directory has the config, the job's script and a copy of this package. NeMo-RL adds checkpoints and logs to it. If
     a job of this run was submitted before, the copy stays as it is, and the new config may differ from the old one only in the
-    keys `MAY_CHANGE`. Raises ConfigError if the run cannot be launched, or if Slurm does not accept a job.
+    run's length and in the end of each job (`MAY_CHANGE`). Raises ConfigError if the run cannot be launched, or if Slurm does
+    not accept a job.
     """
     counts = (("--nodes", args.nodes, 1), ("--extra-nodes", args.extra_nodes, 0), ("--jobs", args.jobs, 1))
     for name, count, least in counts:
@@ -237,7 +238,7 @@ def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSet
 
 
 def _check_owner(run: Path) -> None:
-    """Raises ConfigError if this user may not write a file of the run directory that a job has to write."""
+    """Raises ConfigError if a job has to write a file of the run directory, but this user may not write it."""
     for name in (SUBMISSIONS, LOCK, "slurm", "slurm/newest_start", "checkpoints", "logs"):
         path = run / name
         is_closed = path.exists() and not os.access(path, os.W_OK)

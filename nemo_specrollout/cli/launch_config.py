@@ -102,7 +102,7 @@ def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
 
 
 def _refuse_keys_of_flags(overrides: Sequence[str]) -> None:
-    """Raises ConfigError if an override sets a key that `launch` itself sets, be it directly or in a block of values."""
+    """Raises ConfigError if an override sets a key that `launch` itself sets, directly or by a block with this key."""
     for text in overrides:
         override = parse_override(text)
         for key, flag in _KEYS_OF_FLAGS.items():

@@ -81,9 +81,10 @@ def _ask_pythons(_: Any, tell: Tell) -> None:
 
 @functools.cache
 def ask_python(path: str) -> dict[str, Any]:
-    """Asks the Python at `path` where it finds this package, and which versions it and its vLLM have. Returns the answers.
+    """Asks the Python at `path` where it finds this package, for its own version, and for that of its vLLM.
 
-    The Python imports neither this package nor vLLM. If it is missing or does not answer, the result says so.
+    Returns a dictionary with `path` and the answers. The Python imports neither this package nor vLLM. If there is no Python
+    at `path`, the dictionary has `is_missing` instead of answers, and if it does not answer, `problem`.
     """
     if not os.path.isfile(path):
         return {"path": path, "is_missing": True}

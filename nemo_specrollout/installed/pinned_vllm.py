@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out which version of vLLM a checkout of NeMo-RL gives to its engines.
 
-NeMo-RL starts engines in a Python environment of their own. `uv run --locked` makes it from NeMo-RL's `uv.lock` when it is
-first needed. So the version is read from this environment, or if it does not exist yet, from `uv.lock`.
+NeMo-RL starts engines in a Python environment of their own. When the environment is first needed, `uv run --locked` makes it
+from NeMo-RL's `uv.lock`. So the version is read from this environment, or from `uv.lock` if there is no environment yet.
 """
 
 import os

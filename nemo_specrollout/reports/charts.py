@@ -109,7 +109,7 @@ STALENESS = LinePanel(
 
 
 def panels_of(run: Run) -> dict[str, Draw]:
-    """Returns by name the functions that draw panels, for all panels for which the run has numbers."""
+    """Returns the functions that draw the run's panels, by the panels' names. Panels without numbers are left out."""
     totals = acceptance_totals(run.steps)
     lines = [
         (name, partial(accepted_shares, drafters=(name,)), panels.drafter_colour(i)) for i, name in enumerate(totals)

@@ -25,7 +25,7 @@ FORMAT = 1
 """Version of the format of the records, which `run.json` has under the key `records`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 HISTORY = "history"
-"""Key in a step's record with counts of the engines' history of earlier responses since the start (`learned.history`)."""
+"""Key in a step's record with counts of the earlier responses that engines draft from (`learned.history`), since the start."""
 BEGAN = "began"
 """Key in a step's record with sentences that say which learned state the engines had when they started
 (`learned.warm_start`)."""
@@ -34,7 +34,7 @@ AUDITS = "audit.json"
 PREFIX = "specrollout/"
 """Prefix of the names of this package's metrics in NeMo-RL's logger."""
 FOLDER = "specrollout"
-"""Name of the folder in NeMo-RL's log folder with the records of this package."""
+"""Name of the folder for this package's records. It is in NeMo-RL's log folder."""
 PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "checkpoint")
 """Phases of a step in the order in which they run. The seconds of a phase are recorded as `<phase>_s`."""
 _KINDS: tuple[tuple[str, type, str], ...] = (
@@ -169,7 +169,7 @@ def read_object_or_nothing(path: Path) -> Record:
 
 @contextmanager
 def naming_damage(place: Path) -> Iterator[None]:
-    """Turns an error that damaged records cause into a ConfigError with `place`, which is their folder or file."""
+    """Context that turns errors of damaged records into a ConfigError. `place` is the folder or file that the error names."""
     try:
         yield
     except ConfigError:

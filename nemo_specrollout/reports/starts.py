@@ -2,8 +2,8 @@
 """Runs whose driver was started several times, by the jobs of a chain, by requeues, or by hand after an interruption.
 
 NeMo-RL gives every start of its driver a folder `exp_NNN`. A start continues from the newest checkpoint, so it makes the steps
-again that an earlier start had made after that checkpoint. Of a step that was made twice, the later one counts. The earlier
-one is called lost.
+again that an earlier start had made after that checkpoint. If a step was made twice, the later record counts. The step of the
+earlier record is called lost.
 """
 
 import math

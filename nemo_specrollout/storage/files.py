@@ -14,7 +14,7 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""Name of the file by which `lock_folder` locks a folder. Other code ignores it when it looks whether a folder is empty."""
+"""Name of the file by which `lock_folder` locks a folder. A folder that has only this file counts as empty."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -74,8 +74,9 @@ def tokenizer_fingerprint(folder: Path) -> str:
 def stop_token_ids(folder: Path) -> list[int]:
     """Returns the ids of the tokens that end a text of the model in `folder`, or an empty list if none are known.
 
-    They are those in generation_config.json. If it has none, they are those in config.json, and otherwise the tokenizer's.
-    Raises ValueError if an `eos_token_id` in one of the config files is neither a token id nor a list of token ids.
+    They come from generation_config.json. If it has none, they come from config.json. If this has none either, the end-of-text
+    token of the tokenizer is the only one. Raises ValueError if an `eos_token_id` in one of the config files is neither a
+    token id nor a list of token ids.
     """
     config = _read(folder / "config.json")
     ids = list[int]()
@@ -143,7 +144,8 @@ def has_mtp_layers(config: Mapping[str, Any]) -> bool:
 def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Tells whether one of the tensors in `names` belongs to a layer for multi-token prediction (MTP).
 
-    It does if its name says so, or if its layer comes after the last layer of the language model in `config`.
+    A tensor belongs to such a layer if its name says so, or if its layer comes after the last layer of the language model in
+    `config`.
     """
     last = text_config(config).get("num_hidden_layers")
     for name in names:

@@ -217,8 +217,8 @@ class StepTrace:
     def totals(self, plain_step_s: np.ndarray | None, **known: Any) -> EngineTotals:
         """Returns the sums over all steps of the engine.
 
-        `plain_step_s` is as in `EngineTotals.of`, and applies to the steps since the last call. `known` has fields that the
-        trace does not count, with their values.
+        `plain_step_s` is as in `EngineTotals.of`, and applies to the steps since the last call. `known` has values of those
+        fields of `EngineTotals` that the trace does not count.
         """
         self._totals += EngineTotals.of(self.since(self._num_counted), plain_step_s)
         self._num_counted = self.num_steps

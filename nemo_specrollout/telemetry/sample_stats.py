@@ -94,7 +94,7 @@ class StepEnd:
     head_is_dormant: bool | None = None
     """True if the drafter with weights does not draft now, because drafts do not pay. None if there is no such drafter."""
     began: Sequence[str] = ()
-    """Phrases that say with what knowledge from earlier starts the engine began. Each is reported only once."""
+    """Phrases about what the engine knew from earlier starts when it began. Each phrase is reported only once."""
     history: Mapping[str, Any] | None = None
     """Facts about the finished responses that the engine drafts from (`HistoryFacts`), or None if it has no such drafter."""
 
