@@ -81,7 +81,7 @@ class RecordedRun:
         return self._damaged
 
     def engine_facts(self, place: Place) -> EngineFacts:
-        """Returns the facts about the engine that recorded the row at `place`, which must have a file."""
+        """Returns the facts about the engine that recorded the row at `place`. `place.file` must not be None."""
         assert place.file is not None
         return self._open(place.file).facts
 

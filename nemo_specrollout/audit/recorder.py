@@ -48,7 +48,7 @@ class RowRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Has the thread write all rows that were added so far. It is called at the end of a batch or of a step."""
+        """Makes the thread write all rows that were added so far. Engines call this at the end of a batch or of a step."""
         with self._lock:
             rows = self._open
             self._open = []

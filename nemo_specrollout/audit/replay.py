@@ -32,7 +32,7 @@ class RowReplay:
 
     row: RecordedRow
     token_ids: Array
-    """The token that the policy samples at each position after the recorded text before that position."""
+    """For each token of the response, the token that the policy samples after the recorded text before it."""
     gaps: Array
     """Best score minus the score of the recorded token. It is 0 if the recorded token has the best score."""
     logprobs: Array

@@ -92,7 +92,7 @@ class RecordedRow:
     token_ids: Array
     """The tokens of the response, int32, shape [T]."""
     logprobs: Array
-    """The engine's log-prob of each token of the response, float32, shape [T]. It is NaN if it is not known."""
+    """The engine's log-prob of each token of the response, float32, shape [T]. A log-prob that is not known is NaN."""
     policy_spans: tuple[tuple[int, int], ...]
     """Pairs of a policy version and the first position that it sampled. Positions count from the start of the prompt."""
     params: RowParams = field(default_factory=RowParams)

@@ -181,8 +181,9 @@ def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
 def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) -> str:
     """Returns a phrase that says what differs in a row and names a likely cause.
 
-    `first` is the index of the first token that differs by more than rounding. `is_other_T` has the tokens instead of which
-    the policy samples another one, and `is_off_T` those whose log-prob differs, both by more than rounding.
+    `first` is the index of the first token that differs by more than rounding. `is_other_T` is true where the policy samples
+    another token than the recorded one, and `is_off_T` where the log-prob differs. Neither counts differences that are mere
+    rounding.
     """
     if not is_off_T.any():
         if is_other_T.sum() > 1:

@@ -37,15 +37,15 @@ class LaunchedConfig:
     written: str
     """The config as YAML. It keeps values such as ${oc.env:HF_HOME} as the user wrote them, so that the job computes them."""
     tree: dict[str, Any]
-    """The config with the values that the job will compute, as far as the job's environment variables are known here."""
+    """The config with the values that the job will compute, as far as `launch` knows the job's environment variables."""
     findings: list[Finding]
-    """Notes and warnings about values that depend on variables which are not known here."""
+    """Notes and warnings about values that depend on environment variables of the job that `launch` does not know."""
 
 
 def launched_config(
     path: Path, overrides: Sequence[str], settings: slurm.ClusterSettings, num_nodes: int, run: str
 ) -> LaunchedConfig:
-    """Reads the config at `path`, and returns it as a run in the run directory `run` needs it.
+    """Reads the config at `path`, and returns it with the values that `launch` sets for a run in the run directory `run`.
 
     `num_nodes` is the number of NeMo-RL's nodes. Raises ConfigError if the config cannot be read or launched.
     """
@@ -89,7 +89,10 @@ def _computed(
 
 
 def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
-    """Returns a note or a warning about each key whose value needs an environment variable that is not known here."""
+    """Returns a note or a warning about each key whose value needs an environment variable that `launch` does not know.
+
+    `unknown` has the variable's name for each such key.
+    """
     found = []
     for key, name in unknown.items():
         # Slurm gives each job its own values of these, and those of this shell are not passed on.

@@ -31,7 +31,8 @@ _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
 _ASKED_MPI = re.compile(r"--mpi=(\w+)")
 """Pattern for the kind of MPI in an option of `srun`."""
 _PRESENT_MPI = re.compile(r"^\s+(\w+)$", re.MULTILINE)
-"""Pattern for the kinds of MPI in the output of `srun --mpi=list`, which has one per line below a headline."""
+"""Pattern for a kind of MPI in the output of `srun --mpi=list`. The output has a headline, and below it a kind on each
+line."""
 
 
 @dataclass(frozen=True)

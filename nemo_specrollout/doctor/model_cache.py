@@ -70,9 +70,9 @@ def is_downloaded(folder: Path, name: str) -> bool:
 
 
 def _hub_models(tree: Tree) -> Iterator[tuple[str, str]]:
-    """Yields each model that a config names by a name on the Hugging Face Hub, as a field and the name. No name comes twice.
+    """Yields each model that a config names by a name on the Hugging Face Hub, as the config's field and the name.
 
-    The field tells where the config names the model.
+    No name comes twice.
     """
     named = [(path, at(tree, path)) for path in ("policy.model_name", "policy.tokenizer.name")]
     if native_drafts(tree):

@@ -205,8 +205,9 @@ def make_tiny_model(folder: Path, seed: int = 0) -> None:
 def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compares responses that were decoded without and with drafts, token by token.
 
-    Returns the number of equal tokens, the number of all tokens, and the first difference, or None if there is none. The
-    difference is the index of the response, the position, and both tokens. A token of -1 means that the response has ended.
+    Returns a dictionary with the number of equal tokens (`equal`), the number of all tokens (`total`), and the first
+    difference (`first`), or None if there is none. The difference is a list of the response's index, the position, and both
+    tokens. A token of -1 means that the response has ended.
     """
     equal, total, first = 0, 0, None
     for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):

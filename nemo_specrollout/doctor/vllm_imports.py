@@ -62,15 +62,16 @@ def imports_of(source: VllmSource) -> dict[str, bool]:
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Returns the dotted names of vLLM that a Python file imports, by the names that they have in the file."""
+    """Returns the dotted names of vLLM that a Python file imports. The keys are the names under which the file uses them."""
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "vllm")
     return {a.asname or a.name: f"{n.module}.{a.name}" for n in nodes for a in n.names}
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Tells whether a version of vLLM need not have a name, because the name is newer, or has been replaced by another.
+    """Tells whether the vLLM of `source` may lack the dotted name `name`.
 
-    `names` are the names that only newer versions have.
+    It may if the name is newer than this vLLM, or if another name that this vLLM has replaces it. `names` are the names that
+    only newer versions have.
     """
     for former, newer in REPLACED.items():
         if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):

@@ -135,7 +135,7 @@ def decoded(path: Path) -> str:
 
 
 def _check_step(step: Record, where: str) -> None:
-    """Raises ConfigError with the place `where` and the key if a value of a step has another type than the report expects."""
+    """Raises ConfigError if a value of a step has another type than the report expects. It names `where` and the key."""
     for key, kind, name in _KINDS:
         if not isinstance(step.get(key, kind()), kind):
             raise _damage(where, key, step[key], name)
@@ -218,7 +218,10 @@ def reduced(how: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
 
 
 def ratio_of_sums(steps: Sequence[Record], above: str, below: str) -> float:
-    """Returns the sum of the key `above` divided by that of `below`, over all steps with both, or NaN if the latter is 0."""
+    """Returns the sum of the key `above` divided by the sum of the key `below`, over the steps that have both keys.
+
+    The result is NaN if the sum of `below` is not above 0.
+    """
     values_above = series(steps, above)
     values_below = series(steps, below)
     has_both = np.isfinite(values_above) & np.isfinite(values_below)
@@ -320,8 +323,8 @@ def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[st
 
 
 LEAST_KEPT = 0.1
-"""Lowest good share of right tokens among the tokens that were made ahead. Below it, `run_ahead` saves little time, and an
-alarm says so."""
+"""Share of right tokens, among the tokens that were made ahead, below which an alarm says that `run_ahead` saves little
+time."""
 
 
 def ahead_figures(num_made: int, num_kept: int, num_tokens: int, seconds: float) -> dict[str, float]:

@@ -101,7 +101,7 @@ class RunOfStarts(Run):
 
     @classmethod
     def of(cls, folder: Path, starts: Sequence[Start], launch: Launch | None = None) -> "RunOfStarts":
-        """Returns the run of these starts. `folder` is where its pages are written.
+        """Returns the run of these starts. `folder` is the folder for the run's pages.
 
         Facts about the run, such as versions of packages, are those of its newest start.
         """

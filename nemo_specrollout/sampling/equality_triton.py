@@ -15,8 +15,8 @@ def accept_request(  # type: ignore[no-untyped-def]
 ):
     """Writes the tokens that one request gets in an engine step to `emitted_ptr`, and their number to `counts_ptr`.
 
-    They are those that `equality.accept_by_equality` returns, where all other arguments are explained. `K1` is K + 1, where K
-    is the maximum number of draft tokens of a request. `BLOCK` is a power of two of at least K + 1.
+    Both results are those of `equality.accept_by_equality`, which also explains the first arguments. `K1` is K + 1, where K is
+    the maximum number of draft tokens of a request. `BLOCK` is a power of two of at least K + 1.
     """
     start = tl.load(starts_ptr + request)
     num_rows = tl.load(starts_ptr + request + 1) - start

@@ -31,7 +31,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def replacing_file(path: Path) -> Iterator[Path]:
     """Context that yields the path of a temporary file, which the caller has to write.
 
-    If the `with` block succeeds, the temporary file is synced to disk and replaces the file at `path`. If not, it is removed.
+    If the `with` block succeeds, the temporary file is synced to disk and replaces the file at `path`. If the block fails, the
+    temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -47,10 +48,8 @@ def replacing_file(path: Path) -> Iterator[Path]:
 def lock_folder(folder: Path) -> TextIO:
     """Locks `folder` against other callers of this function, and returns an open file.
 
-    The lock lasts until this file is closed.
-
-    Raises BlockingIOError if another process has locked the folder. If the file system has no locks, logs a warning, and the
-    folder is not locked.
+    The lock lasts until this file is closed. Raises BlockingIOError if another process has locked the folder. If the file
+    system has no locks, logs a warning, and the folder is not locked.
     """
     file = (folder / LOCK).open("w")
     try:
