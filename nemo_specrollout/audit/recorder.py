@@ -23,7 +23,7 @@ class RowRecorder:
     """
 
     def __init__(self, folder: Path, facts: EngineFacts) -> None:
-        """Starts the thread that writes rows. It creates `folder` when it writes the first file."""
+        """Starts the thread that writes rows. The thread creates `folder` when it writes the first file."""
         self._folder = folder
         self._facts = facts
         self._open = list[FinishedRow]()

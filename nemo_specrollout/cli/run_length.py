@@ -29,7 +29,7 @@ class RunLength:
 
 
 def length_of(tree: Tree) -> RunLength:
-    """Returns how long a run of the config is, from the section of its algorithm, such as `grpo`."""
+    """Returns the length of a run of the config. The config's section of the algorithm, such as `grpo`, has it."""
     # Of several blocks the last one counts, as for the script that runs.
     block = next((name for name in reversed(ALGORITHMS) if at(tree, name)), "grpo")
     steps, epochs = (at(tree, f"{block}.{key}") for key in ("max_num_steps", "max_num_epochs"))

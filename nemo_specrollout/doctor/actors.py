@@ -84,7 +84,7 @@ def ask_python(path: str) -> dict[str, Any]:
     """Asks the Python at `path` where it finds this package, for its own version, and for that of its vLLM.
 
     Returns a dictionary with `path` and the answers. The Python imports neither this package nor vLLM. If there is no Python
-    at `path`, the dictionary has `is_missing` instead of answers, and if it does not answer, `problem`.
+    at `path`, the dictionary has `is_missing` instead of answers. If the Python does not answer, the dictionary has `problem`.
     """
     if not os.path.isfile(path):
         return {"path": path, "is_missing": True}

@@ -35,7 +35,7 @@ REPLACED = {
 
 
 class VllmSource(PythonSource):
-    """The source code of one version of vLLM, which is in the package `vllm` in a folder."""
+    """The source code of one version of vLLM. `folder` is the folder that contains the package `vllm`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "vllm")
@@ -88,7 +88,8 @@ def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast
 
     Args:
         tree: the syntax tree of the file.
-        owners: maps each variable whose attributes are looked for to the dotted name that replaces it in the result.
+        owners: the variables whose attributes are looked for. Each is mapped to the dotted name that replaces it in the
+            result.
         context: `ast.Load` for attributes that the file reads, or `ast.Store` for attributes that it sets.
     """
     found = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, context))

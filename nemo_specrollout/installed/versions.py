@@ -100,7 +100,7 @@ def nemo_rl_version() -> str | None:
 def can_run_nemo_rl() -> bool:
     """Tells whether this Python is the one of NeMo-RL's driver, in which both NeMo-RL and Ray can be imported.
 
-    It must find Ray as well, because any Python can import NeMo-RL if it is started in the folder of a NeMo-RL checkout.
+    NeMo-RL alone is not enough, because any Python that is started in the folder of a NeMo-RL checkout can import NeMo-RL.
     """
     return nemo_rl_version() is not None and importlib.util.find_spec("ray") is not None
 

@@ -91,7 +91,7 @@ class Start:
 class RunOfStarts(Run):
     """A run with several starts of its driver, or a run that the command `launch` has started.
 
-    Its `steps` are in order and do not include lost ones, which a later start has made again.
+    Its `steps` are in order and do not include lost steps, which a later start has made again.
     """
 
     starts: Sequence[Start] = ()

@@ -23,7 +23,7 @@ class SampleStats:
     """Pairs of a policy version and the first position that it sampled. Positions count from the start of the prompt.
 
     If the weights changed while the prompt was being computed, the new version's position is still in the prompt. It is one
-    above that of the first token that this version has computed.
+    above the position of the first token that this version has computed.
     """
     head_versions: tuple[int, int]
     """Version of the draft head in service when the request began, and version when it ended."""
@@ -134,8 +134,8 @@ class _Record:
 class SampleStatsLog:
     """Collects the statistics of running and ended requests until `take` returns them, by the requests' seeds.
 
-    The counts of verified and accepted draft tokens stay on the device. `take` copies those of all requests to the host at
-    once.
+    The counts of verified and accepted draft tokens stay on the device. `take` copies the counts of all requests to the host
+    at once.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class SampleStatsLog:
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
         """Returns the statistics of the requests with these seeds, by seed, and forgets them.
 
-        If `seeds` is None, they are those of all ended requests. A request may still have its slot although it has ended,
-        because vLLM frees a slot one engine step late.
+        Seeds of unknown requests are left out. If `seeds` is None, all ended requests are taken. A request may still have its
+        slot although it has ended, because vLLM frees a slot one engine step late.
         """
         archive = self._archive.cpu()
         counts_S2 = self._counts_S2.cpu()
