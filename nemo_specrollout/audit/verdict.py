@@ -179,7 +179,7 @@ def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
 
 
 def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) -> str:
-    """Returns a phrase that says what differs in a row and names a likely cause.
+    """Returns a phrase that says what differs in a row, and may name a likely cause.
 
     `first` is the index of the first token that differs by more than rounding. `is_other_T` is true where the policy samples
     another token than the recorded one, and `is_off_T` where the log-prob differs. Neither counts differences that are mere

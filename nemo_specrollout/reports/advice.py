@@ -19,7 +19,7 @@ WORTHWHILE = 0.05
 DRAFT_MODELS = ("draft_model", "remote")
 """Types of drafters with weights that can run outside of the policy's engine."""
 EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
-"""Words about mechanisms that never paid in a measurement or simulation, or that always paid less than an alternative."""
+"""Words about mechanisms that never paid in a measurement or simulation, or that never paid more than an alternative."""
 
 
 class Advice(NamedTuple):
