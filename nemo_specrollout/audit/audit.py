@@ -21,11 +21,11 @@ OnRow = Callable[[int, int], None]
 
 
 def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: int) -> list[Place]:
-    """Returns the rows to audit, which are `num_rows` rows of each of `steps`, spread evenly over the step.
+    """Returns the places of the rows to audit, `num_rows` rows of each of `steps`.
 
-    A step with fewer rows contributes all of them. If `steps` is empty, the rows come from the newest step for which the
-    weights of all its policy versions are available. Raises ConfigError if the run lacks one of `steps`, or if no step can be
-    audited.
+    The rows are spread evenly over a step. If a step has fewer rows, all of them are returned. If `steps` is empty, the rows
+    come from the newest step for which the weights of all its policy versions are available. Raises ConfigError if the run
+    lacks one of `steps`, or if no step can be audited.
     """
     unknown = [step for step in steps if step not in run.steps]
     if unknown:
@@ -124,10 +124,10 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
 
 
 def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, rounding: Rounding) -> int | None:
-    """Finds out which policy version sampled a row, if the recorded version did not.
+    """Returns the policy version that sampled a row, if the recorded version did not, or None if it is not found.
 
-    It tries the versions just before and just after the recorded one, as far as their weights are available. Returns the
-    version of which the row is a sample, or None. Also returns None if the records name several versions for the row.
+    Only the versions just before and just after the recorded one are tried, if their weights are available. If the records
+    name several versions for the row, none is tried.
     """
     if len(row.policy_spans) > 1:
         return None

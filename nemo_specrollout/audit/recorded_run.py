@@ -81,7 +81,7 @@ class RecordedRun:
         return self._damaged
 
     def engine_facts(self, place: Place) -> EngineFacts:
-        """Returns the facts about the engine that recorded the row at `place`, which must have a file."""
+        """Returns the facts about the engine that recorded the row at `place`. `place.file` must not be None."""
         assert place.file is not None
         return self._open(place.file).facts
 
@@ -132,7 +132,11 @@ class RecordedRun:
 
 
 def _folders(run: Run) -> list[tuple[Path, float]]:
-    """Returns the folders with a run's records. Each comes with the first step that a later start made again, or inf."""
+    """Returns the folders with a run's records, one for each start.
+
+    Each folder comes with the number of the first step that a later start made, or inf if there is no later start. Records of
+    this step and the following ones do not count.
+    """
     if not isinstance(run, RunOfStarts):
         return [(run.folder, math.inf)]
     return [(start.folder / RECORDS, bound) for start, bound in zip(run.starts, run.bounds, strict=True)]
@@ -146,7 +150,7 @@ def _samples(folder: Path) -> dict[int, list[Mapping[str, Any]]]:
 def _rows_by_step(
     samples: Mapping[int, Sequence[Mapping[str, Any]]], places: Mapping[int, tuple[Path, int]]
 ) -> dict[int, list[Place]]:
-    """Returns the places of the rows of each step.
+    """Returns for each step where its rows are recorded, in the order of the rows. Steps without rows are left out.
 
     A row may have entries in several steps, for example if it moved to another engine. It then belongs to the last of them.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the rows (samples) that an engine has finished into the folder of its run. The engine need not wait for it."""
+"""Writes the rows (samples) that an engine has finished into the folder of its run, while the engine goes on."""
 
 import os
 import queue
@@ -23,7 +23,7 @@ class RowRecorder:
     """
 
     def __init__(self, folder: Path, facts: EngineFacts) -> None:
-        """Starts the thread that writes rows. It creates `folder` when it writes the first file."""
+        """Starts the thread that writes rows. The thread creates `folder` when it writes the first file."""
         self._folder = folder
         self._facts = facts
         self._open = list[FinishedRow]()
@@ -48,7 +48,7 @@ class RowRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Has the thread write all rows that were added so far. It is called at the end of a batch or of a step."""
+        """Makes the thread write all rows that were added so far. Engines call this at the end of a batch or of a step."""
         with self._lock:
             rows = self._open
             self._open = []

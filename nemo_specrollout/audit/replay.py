@@ -32,13 +32,13 @@ class RowReplay:
 
     row: RecordedRow
     token_ids: Array
-    """The token that the policy samples at each position after the recorded text before that position."""
+    """For each token of the response, the token that the policy samples after the recorded text before it."""
     gaps: Array
     """Best score minus the score of the recorded token. It is 0 if the recorded token has the best score."""
     logprobs: Array
     """Log-prob of the recorded token, as the audit computes it."""
     own_rounding: Array
-    """Absolute change of the audit's log-prob if it is computed in the engine's precision instead of a finer one."""
+    """Absolute difference between the audit's log-probs in the engine's precision and in a finer precision."""
 
     @property
     def differs(self) -> Array:
@@ -128,8 +128,8 @@ def pieces(row: RecordedRow) -> list[Piece]:
 def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tuple[int, Array]]:
     """Yields the logits from which the tokens of a response are sampled, up to `POSITIONS_AT_ONCE` positions at a time.
 
-    Each item is the index in the response of a token, and the logits for this token and the following ones, shape [P, V]. They
-    are float64 if the model is, and otherwise float32.
+    Each item has the index of a token in the response, and the logits for this token and the following ones, shape [P, V]. The
+    logits are float64 if the model computes in float64, and otherwise float32.
     """
     text = torch.from_numpy(row.text.astype(np.int64))
     last_of_prompt = len(row.prompt_token_ids) - 1

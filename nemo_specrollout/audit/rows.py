@@ -57,7 +57,7 @@ class RowParams:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RowParams":
-        """Returns the parameters from JSON values, which have lists instead of tuples, and texts instead of ids as keys."""
+        """Returns the parameters whose JSON form is `values`. In JSON, tuples are lists, and token ids as keys are strings."""
         tuples = {name: tuple(values[name]) for name in ("stop_token_ids", "allowed_token_ids", "unknown")}
         bad_words = tuple(map(tuple, values["bad_words"]))
         logit_bias = {int(token): bias for token, bias in values["logit_bias"].items()}
@@ -80,7 +80,7 @@ class FinishedRow:
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """One recorded response, with its place in the run and the policy versions that sampled it."""
+    """One recorded response, with its step, its number in the step, and the policy versions that sampled it."""
 
     step: int
     number: int
@@ -92,7 +92,7 @@ class RecordedRow:
     token_ids: Array
     """The tokens of the response, int32, shape [T]."""
     logprobs: Array
-    """The engine's log-prob of each token of the response, float32, shape [T]. It is NaN if it is not known."""
+    """The engine's log-prob of each token of the response, float32, shape [T]. A log-prob that is not known is NaN."""
     policy_spans: tuple[tuple[int, int], ...]
     """Pairs of a policy version and the first position that it sampled. Positions count from the start of the prompt."""
     params: RowParams = field(default_factory=RowParams)
@@ -107,7 +107,7 @@ class RecordedRow:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an audit needs to know about the engine that generated a row in order to compute the row again."""
+    """The facts about an engine that an audit needs to compute the engine's rows again."""
 
     engine: int
     """Number of the engine in its run."""
@@ -120,7 +120,7 @@ class EngineFacts:
 
 
 def write_rows(file: Path, facts: EngineFacts, rows: Sequence[FinishedRow]) -> None:
-    """Writes rows that one engine has finished to a new file, which appears only when it is complete. Raises OSError."""
+    """Writes finished rows of one engine to a new file. The file appears only when it is complete. Raises OSError."""
     params = list[RowParams]()
     prompts = dict[bytes, int]()
     params_B, prompts_B = [], []

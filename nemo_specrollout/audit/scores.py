@@ -66,7 +66,8 @@ def sample(
 def _apply_text(logits_V: Array, row: RecordedRow, number: int) -> None:
     """Changes the logits of one position, in place, by all sampling parameters that come before the temperature.
 
-    These parameters depend on the row's text, or name tokens. `number` is the index of the position in the response.
+    Each of these parameters depends on the row's text or is a list of tokens. `number` is the index of the position in the
+    response.
     """
     params = row.params
     response = row.token_ids[:number]

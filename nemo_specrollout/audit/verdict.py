@@ -14,7 +14,7 @@ from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
 _FACTOR = 8.0
-"""A difference counts as rounding up to this factor times the rounding error of the audit's own computation.
+"""Largest difference that counts as rounding, divided by the rounding error of the audit's own computation.
 
 To measure this error, the audit computes every row both in the engine's precision and in a finer one. Engine and audit add the
 same numbers in different orders. So over many rows their errors are of similar size, but in a single row the engine's may be a
@@ -48,7 +48,7 @@ class RowVerdict:
     first_foreign: int | None
     """Index in the response of the first position where token or log-prob differ by more than rounding, or None."""
     why: str = ""
-    """Phrase about what differs from token `first_foreign` on. Empty if there is no such token."""
+    """Phrase that says what differs. It covers the tokens from `first_foreign` on, and is empty if `first_foreign` is None."""
     whose: int | None = None
     """Another policy version that sampled the row, or None if none is known."""
 
@@ -92,7 +92,7 @@ class Audit:
     rows: Sequence[RowVerdict]
     skipped: Sequence[Skipped]
     dtype: str
-    """Precision in which the engines computed. If they had different ones, all are named, separated by commas."""
+    """Precision in which the engines computed. If their precisions differ, it is a list with commas."""
     rounding: Rounding
     logprob_differences: Array
     """Absolute difference between the engine's and the audit's log-prob of each token, in nats. It is NaN if the engine's is
@@ -179,9 +179,11 @@ def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
 
 
 def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) -> str:
-    """Returns a phrase about what differs in a row from token `first` on. It hints at whether weights, noise or text differ.
+    """Returns a phrase that says what differs in a row, and may name a likely cause.
 
-    `is_other_T` says where the sampled token differs by more than rounding, and `is_off_T` where the log-prob does.
+    `first` is the index of the first token that differs by more than rounding. `is_other_T` is true where the policy samples
+    another token than the recorded one, and `is_off_T` where the log-prob differs. Neither counts differences that are mere
+    rounding.
     """
     if not is_off_T.any():
         if is_other_T.sum() > 1:

@@ -24,7 +24,7 @@ class Weights:
     """
 
     def __init__(self, run: RecordedRun, given: Mapping[int, Path], device: str) -> None:
-        """Keeps where to find weights. It loads none yet.
+        """Saves where to find weights, but does not load any yet.
 
         Args:
             run: the run, whose checkpoints have the weights.
@@ -65,16 +65,17 @@ class Weights:
         return True
 
     def coarse_model(self, engine_dtype: str, version: int) -> Any:
-        """Returns the model of a policy version, which computes in the engine's precision.
+        """Returns a model with the weights of policy version `version` that computes in the engine's precision.
 
-        Raises ValueError if there is no folder or it cannot be loaded, and ConfigError if the device has too little memory.
+        Raises ValueError if these weights are not available or cannot be loaded, and ConfigError if the device has too little
+        memory.
         """
         return self._policy(engine_dtype, version)[0]
 
     def fine_model(self, engine_dtype: str, version: int) -> Any:
-        """Returns the model of a policy version, which computes in a finer precision than the engine.
+        """Returns a model with the weights of policy version `version` that computes in a finer precision than the engine.
 
-        Its weights have the same values as in the engine's precision. Raises the same errors as `coarse_model`.
+        The weights have the same values as in the engine's precision. Raises the same errors as `coarse_model`.
         """
         return self._policy(engine_dtype, version)[1]
 

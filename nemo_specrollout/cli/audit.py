@@ -27,8 +27,9 @@ _SHOWN = 10
 def audit(parsed: argparse.Namespace) -> int:
     """Audits some rows of a run, prints the verdict, and saves it in the run's records, so that the run's report can show it.
 
-    Returns the exit code. It is 0 if the policy sampled every audited row, 1 if it did not sample at least one of them, and 2
-    if no row could be audited. Raises ConfigError if a flag is wrong, or if the run lacks the records that an audit needs.
+    Returns the exit code. It is 0 if the policy sampled every audited row, 1 if at least one row is not the policy's own
+    sample, and 2 if no row could be audited. Raises ConfigError if a flag is wrong, or if the run lacks the records that an
+    audit needs.
     """
     steps = _numbers(parsed.steps)
     if parsed.rows < 1:

@@ -78,7 +78,7 @@ class Command:
     extra: str = ""
     """Name of the extra in `pyproject.toml` whose packages the command needs, or empty."""
     in_scratch_folder: bool = False
-    """True if the command puts its temporary files into a folder that is removed at its end, because it starts engines."""
+    """True if the command starts engines. Its temporary files then go into a folder that is removed when the command ends."""
 
     def run(self, parsed: argparse.Namespace) -> int:
         return int(resolve_name(self.function)(parsed))

@@ -95,8 +95,8 @@ def describe_speculation(
         block: the config's block `policy.generation.specrollout`.
         native: the user's own `speculative_config` for vLLM, if any.
         workers_place: phrase that says where the run starts remote drafters.
-        begins_again: whether requests start over when the weights change, as in asynchronous runs. `run_ahead` then does
-            nothing but keep their earlier texts as drafts.
+        begins_again: whether requests start over when the weights change, as in asynchronous runs. Then `run_ahead` only keeps
+            the earlier texts of these requests as drafts.
     """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]

@@ -58,9 +58,10 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
 def publish_draft(parsed: argparse.Namespace) -> int:
     """Gives remote drafters new weights, and returns 0.
 
-    It either copies the weights to the folder `weights_from`, which the drafters watch, or sends their path to drafters at
-    addresses. Raises ConfigError if a drafter refuses the weights or does not answer, or if drafters that watch the folder
-    would refuse them. A drafter that refuses new weights continues with its old ones.
+    If the config has `weights_from`, a folder that the drafters watch, the weights are copied to this folder. Otherwise, or
+    with `--address`, the path of the weights is sent to the drafters. Raises ConfigError if a drafter refuses the weights or
+    does not answer, or if drafters that watch the folder would refuse them. A drafter that refuses new weights continues with
+    its old ones.
     """
     drafter = _remote_drafter(load_config(parsed.config, parsed.overrides))
     if not 0 <= (parsed.version or 0) < 2**63:
@@ -133,7 +134,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:
-    """Returns the remote drafter that a config names. Raises ConfigError if it names none."""
+    """Returns the remote drafter that a config names. Raises ConfigError if the config names none."""
     block = build(SpecrolloutConfig, at(tree, BLOCK_PATH) or {}, BLOCK_PATH)
     if block.remote is None:
         raise ConfigError(f"{BLOCK_PATH}.drafters: none of type remote; name one, with the folder of its model")

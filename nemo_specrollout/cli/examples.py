@@ -14,7 +14,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 def copy_examples(parsed: argparse.Namespace) -> int:
     """Copies the example files into `parsed.folder`, prints their paths, and returns 0.
 
-    Raises ConfigError if the folder already has a file of that name.
+    Raises ConfigError if the folder already has a file with the name of an example file.
     """
     files = sorted(RECIPES.glob("*.yaml"))
     if present := [path for file in files if (path := parsed.folder / file.name).exists()]:

@@ -32,7 +32,8 @@ def launch(args: argparse.Namespace) -> int:
 
     The run directory has the config, the job's script and a copy of this package. NeMo-RL adds checkpoints and logs to it. If
     a job of this run was submitted before, the copy stays as it is, and the new config may differ from the old one only in the
-    keys `MAY_CHANGE`. Raises ConfigError if the run cannot be launched, or if Slurm does not accept a job.
+    run's length and in the end of each job (`MAY_CHANGE`). Raises ConfigError if the run cannot be launched, or if Slurm does
+    not accept a job.
     """
     counts = (("--nodes", args.nodes, 1), ("--extra-nodes", args.extra_nodes, 0), ("--jobs", args.jobs, 1))
     for name, count, least in counts:
@@ -118,7 +119,7 @@ def _container(settings: slurm.ClusterSettings, is_dry: bool) -> list[Finding]:
 
 
 def _withheld() -> list[Finding]:
-    """Returns a note if this shell has variables that the job will not get, although the user may expect it."""
+    """Returns a note if this shell has variables that the job will not get, although the user may expect that it gets them."""
     names = slurm.withheld_variables()
     text = "of this shell is not handed to the job; write what the job needs into `environment` or `sbatch_args`"
     return [Finding(", ".join(names), text, "note")] if names else []
@@ -150,7 +151,8 @@ def gpus_beside(block: SpecrolloutConfig | None) -> int:
 def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int, extra_nodes: int) -> list[Finding]:
     """Checks the numbers of GPUs, and returns a note if NeMo-RL leaves some GPUs to this package's own actors.
 
-    Raises ConfigError if the numbers do not fit, because `ray.sub` gives all GPUs of a node to Ray.
+    `ray.sub` gives all GPUs of a node to Ray. So NeMo-RL and the package's actors have to share them. Raises ConfigError if
+    their numbers of GPUs do not add up.
 
     Args:
         cluster: the config's section `cluster`, which says how many GPUs NeMo-RL takes.
@@ -208,7 +210,7 @@ def _extra_nodes(taken: int, present: int, nodes: int, beside: int, extra_nodes:
 
 
 def _was_submitted(run: Path) -> bool:
-    """Tells whether a job of this run was ever submitted. A checkpoint in the run directory shows it too."""
+    """Tells whether a job of this run was ever submitted. If the run directory has a checkpoint, the result is True too."""
     return (run / SUBMISSIONS).is_file() or any(run.glob("checkpoints/step_*"))
 
 
@@ -236,7 +238,7 @@ def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSet
 
 
 def _check_owner(run: Path) -> None:
-    """Raises ConfigError if this user may not write a file of the run directory that a job has to write."""
+    """Raises ConfigError if a job has to write a file of the run directory, but this user may not write it."""
     for name in (SUBMISSIONS, LOCK, "slurm", "slurm/newest_start", "checkpoints", "logs"):
         path = run / name
         is_closed = path.exists() and not os.access(path, os.W_OK)

@@ -24,9 +24,9 @@ _KEYS_OF_FLAGS = {
     "logger.log_dir": "--run-dir",
 }
 _SAVE_MARGIN_S = 25 * 60
-"""Seconds from the time after which NeMo-RL saves and stops to the job's time limit.
+"""Seconds before a job's time limit at which NeMo-RL is told to save and stop.
 
-They also have to cover the start of the job, because NeMo-RL begins to measure time only after it.
+NeMo-RL measures time only from the end of its start. So these seconds have to cover the start too.
 """
 
 
@@ -37,15 +37,15 @@ class LaunchedConfig:
     written: str
     """The config as YAML. It keeps values such as ${oc.env:HF_HOME} as the user wrote them, so that the job computes them."""
     tree: dict[str, Any]
-    """The config with the values that the job will compute, as far as the job's environment variables are known here."""
+    """The config with the values that the job will compute, as far as `launch` knows the job's environment variables."""
     findings: list[Finding]
-    """Notes and warnings about values that depend on variables which are not known here."""
+    """Notes and warnings about values that depend on environment variables of the job that `launch` does not know."""
 
 
 def launched_config(
     path: Path, overrides: Sequence[str], settings: slurm.ClusterSettings, num_nodes: int, run: str
 ) -> LaunchedConfig:
-    """Reads the config at `path`, and returns it as a run in the run directory `run` needs it.
+    """Reads the config at `path`, and returns it with the values that `launch` sets for a run in the run directory `run`.
 
     `num_nodes` is the number of NeMo-RL's nodes. Raises ConfigError if the config cannot be read or launched.
     """
@@ -72,10 +72,11 @@ def written_config(run: Path, settings: slurm.ClusterSettings) -> dict[str, Any]
 def _computed(
     config: DictConfig, path: Path, overrides: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the values of a config that a job with the environment `variables` would compute, as nested dictionaries.
+    """Returns the config with the values that a job with the environment `variables` would compute, as nested dictionaries.
 
-    Also returns, for each key whose value needs a variable that is not among them, the name of this variable. `path` and
-    `overrides` are where the config comes from. Raises ConfigError if a value cannot be computed.
+    Also returns a dictionary of the variables that `variables` lacks. Each key of the config whose value needs such a variable
+    has the variable's name there. `path` and `overrides` are where the config comes from. Raises ConfigError if a value cannot
+    be computed.
     """
     with environment_variables(variables) as unknown:
         try:
@@ -88,7 +89,10 @@ def _computed(
 
 
 def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
-    """Returns a note or a warning about each key whose value needs an environment variable that is not known here."""
+    """Returns a note or a warning about each key whose value needs an environment variable that `launch` does not know.
+
+    `unknown` has the variable's name for each such key.
+    """
     found = []
     for key, name in unknown.items():
         # Slurm gives each job its own values of these, and those of this shell are not passed on.
@@ -101,7 +105,7 @@ def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
 
 
 def _refuse_keys_of_flags(overrides: Sequence[str]) -> None:
-    """Raises ConfigError if an override sets a key that `launch` itself sets, be it directly or in a block of values."""
+    """Raises ConfigError if an override sets a key that `launch` itself sets, directly or by a block with this key."""
     for text in overrides:
         override = parse_override(text)
         for key, flag in _KEYS_OF_FLAGS.items():

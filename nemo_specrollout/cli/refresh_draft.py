@@ -61,7 +61,7 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
 
 
 def _options_of(parsed: argparse.Namespace) -> RefreshOptions:
-    """Returns the parsed flags as `RefreshOptions`. Raises ConfigError with the flag, its value and a fix if one is wrong."""
+    """Returns the parsed flags as `RefreshOptions`. Raises ConfigError for a wrong flag, with its value and a fix."""
     given = {name: getattr(parsed, name) for name in _FIELDS if getattr(parsed, name) is not None}
     try:
         options = build(RefreshOptions, {name: _value(name, value) for name, value in given.items()}, "")

@@ -24,12 +24,12 @@ class RunLength:
 
     @property
     def name(self) -> str:
-        """A part of a file name, such as "100-steps-2-epochs". It differs between lengths."""
+        """Words for a file name, such as "100-steps-2-epochs". Different lengths have different words."""
         return f"{self.steps}-steps-{self.epochs}-epochs"
 
 
 def length_of(tree: Tree) -> RunLength:
-    """Returns how long a run of the config is, from the section of its algorithm, such as `grpo`."""
+    """Returns the length of a run of the config. The config's section of the algorithm, such as `grpo`, has it."""
     # Of several blocks the last one counts, as for the script that runs.
     block = next((name for name in reversed(ALGORITHMS) if at(tree, name)), "grpo")
     steps, epochs = (at(tree, f"{block}.{key}") for key in ("max_num_steps", "max_num_epochs"))
@@ -70,8 +70,8 @@ def is_complete(tree: Tree, made_steps: int, elapsed_s: float) -> bool:
 
     NeMo-RL also ends without an error when the time `checkpoint_must_save_by` is up. It then stops after the first step at
     which the time of its training loop so far, plus the mean time of a step, reaches that limit. This sum is at most
-    `elapsed_s` plus `elapsed_s / made_steps`. So if that is below the limit, NeMo-RL was not stopped by time. If no step was
-    made, the result is False, because NeMo-RL's asynchronous loop ends without an error if it cannot start.
+    `elapsed_s` plus `elapsed_s / made_steps`. So if even this upper bound is below the limit, NeMo-RL was not stopped by time.
+    If no step was made, the result is False, because NeMo-RL's asynchronous loop ends without an error if it cannot start.
 
     Args:
         tree: the config of the run.

@@ -65,7 +65,8 @@ _OF_THIS_MACHINE = {
 _ON_EVERY_MACHINE = {"HOSTNAME", "XDG_RUNTIME_DIR"}
 """Variables of `_OF_THIS_MACHINE` that every login shell sets. Users need no note that the job does not get them."""
 _MEANT = _OF_THIS_MACHINE | {"SLURM_CLUSTERS"}
-"""Variables that a user may have set on purpose, although the job does not get them. Variables SBATCH_* are others."""
+"""Variables that the job does not get, although a user may have set them on purpose. `withheld_variables` adds those whose
+names begin with SBATCH_."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -258,7 +259,10 @@ def job_environment(settings: ClusterSettings) -> dict[str, str]:
 
 
 def withheld_variables() -> list[str]:
-    """Returns the names of this process's environment variables that the job does not get, although the user may expect it."""
+    """Returns the names of this process's environment variables that the job does not get.
+
+    Variables that no user expects in the job are left out.
+    """
     own = set(os.environ) - set(submission_environment()) - set(VARIABLES.values()) - _ON_EVERY_MACHINE
     return sorted(name for name in own if name in _MEANT or name.startswith("SBATCH_"))
 
@@ -303,8 +307,8 @@ def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[
 def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, tree: Tree, script: str) -> str:
     """Returns the text of a job's script.
 
-    The script repeats the config's values of the keys in `MAY_CHANGE`, which are the run's length and the time of the last
-    checkpoint. A later launch may write other values into `config.yaml` while the job waits.
+    The script repeats the config's values of the keys in `MAY_CHANGE`, which are the run's length and the time after which
+    NeMo-RL saves and stops. A later launch may write other values into `config.yaml` while the job waits.
 
     Args:
         settings: the settings of the cluster.

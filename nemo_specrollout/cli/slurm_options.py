@@ -72,7 +72,7 @@ _REFUSED = {
 def option_fault(argument: str) -> str | None:
     """Returns why `launch` refuses an item of `sbatch_args`, as the end of a sentence, or None if it accepts the item.
 
-    It accepts an unknown long option, because it may be one of a plugin that the cluster has.
+    Unknown long options are accepted, because they may be those of a plugin that the cluster has.
     """
     if argument.startswith("--"):
         return _long_fault(argument.removeprefix("--"))

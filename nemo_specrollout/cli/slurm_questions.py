@@ -31,7 +31,8 @@ _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
 _ASKED_MPI = re.compile(r"--mpi=(\w+)")
 """Pattern for the kind of MPI in an option of `srun`."""
 _PRESENT_MPI = re.compile(r"^\s+(\w+)$", re.MULTILINE)
-"""Pattern for the kinds of MPI in the output of `srun --mpi=list`, which has one per line below a headline."""
+"""Pattern for a kind of MPI in the output of `srun --mpi=list`. The output has a headline, and below it a kind on each
+line."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def ask(
 ) -> list[Finding]:
     """Asks Slurm about a job without submitting it, and returns warnings if the job may wait for a long time or may fail.
 
-    It finds nothing if this machine has no Slurm, as may be so in a dry run. It does not look at a partition of another
-    cluster (`--clusters`). Raises ConfigError if the job can never run, or if Slurm does not answer. But in a dry run, it
-    returns a warning if Slurm does not answer.
+    The result is empty if this machine has no Slurm, which may happen in a dry run. Partitions of another cluster
+    (`--clusters`) are not looked at. Raises ConfigError if the job can never run, or if Slurm does not answer. But in a dry
+    run, it returns a warning if Slurm does not answer.
 
     Args:
         settings: the settings of the cluster.

@@ -21,7 +21,7 @@ from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_
 ACTORS = Section("NeMo-RL's actors")
 _ENGINES = ("VllmGenerationWorker", "VllmAsyncGenerationWorker")
 _OURS = (*_ENGINES, "AsyncTrajectoryCollector", "SyncRolloutActor")
-"""NeMo-RL's Ray actors whose Python must find this package, by the last part of their names."""
+"""Names of the classes of NeMo-RL's Ray actors whose Python must find this package, without their modules."""
 _TIMEOUT_S, _ANSWER_S = 120.0, 60.0
 _QUESTION = """
 import importlib.metadata as metadata, importlib.util as util, json, platform
@@ -81,9 +81,10 @@ def _ask_pythons(_: Any, tell: Tell) -> None:
 
 @functools.cache
 def ask_python(path: str) -> dict[str, Any]:
-    """Asks the Python at `path` where it finds this package, and which versions it and its vLLM have. Returns the answers.
+    """Asks the Python at `path` where it finds this package, for its own version, and for that of its vLLM.
 
-    The Python imports neither this package nor vLLM. If it is missing or does not answer, the result says so.
+    Returns a dictionary with `path` and the answers. The Python imports neither this package nor vLLM. If there is no Python
+    at `path`, the dictionary has `is_missing` instead of answers. If the Python does not answer, the dictionary has `problem`.
     """
     if not os.path.isfile(path):
         return {"path": path, "is_missing": True}

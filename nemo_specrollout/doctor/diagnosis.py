@@ -114,7 +114,8 @@ def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[st
 def _run(module: str, folder: Path, timeout_s: float, environment: Mapping[str, str]) -> str:
     """Runs the module in a child process, and returns why it failed, or "" if it succeeded.
 
-    If it takes too long, it and all of its own children are killed. `folder` is for the files by which both exchange data.
+    If the child process takes too long, it is killed with all processes that it has started. `folder` is for the files by
+    which parent and child exchange data.
     """
     whole = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment, PARENT: str(os.getpid())}
     with (folder / _LOG).open("wb") as log:

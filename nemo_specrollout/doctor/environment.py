@@ -36,11 +36,11 @@ TORCH_TIMEOUT_S = 120.0
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 GIB = 1 << 30
 SMALLEST_SHM = GIB
-"""With fewer bytes of shared memory than this, `doctor` warns. Docker's default of 64 MiB is too little for NCCL and vLLM."""
+"""Bytes of shared memory below which `doctor` warns. Docker's default of 64 MiB is too little for NCCL and vLLM."""
 FEWEST_FILES = 1024
 LITTLE_DISK = GIB
 TOO_LITTLE_DISK = GIB >> 4
-"""If the folder for temporary files has fewer free bytes than this, its check fails. Below `LITTLE_DISK`, it is a warning."""
+"""Free bytes of the folder for temporary files below which its check fails. Below `LITTLE_DISK`, the check gives a warning."""
 _RAY_TIMEOUT_S = 3.0
 
 

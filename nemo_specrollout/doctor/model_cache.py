@@ -28,7 +28,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def offline_variable(environment: Mapping[str, str]) -> str | None:
-    """Returns the name of an environment variable that is set so that Hugging Face's libraries download nothing, or None."""
+    """Returns the environment variable that forbids Hugging Face's libraries to download, such as HF_HUB_OFFLINE, or None."""
     return next((name for name in _OFFLINE_VARIABLES if environment.get(name, "").lower() in _TRUE), None)
 
 
@@ -70,9 +70,9 @@ def is_downloaded(folder: Path, name: str) -> bool:
 
 
 def _hub_models(tree: Tree) -> Iterator[tuple[str, str]]:
-    """Yields each model that a config names by a name on the Hugging Face Hub, as a field and the name. No name comes twice.
+    """Yields each model that a config names by a name on the Hugging Face Hub, as the config's field and the name.
 
-    The field tells where the config names the model.
+    No name comes twice.
     """
     named = [(path, at(tree, path)) for path in ("policy.model_name", "policy.tokenizer.name")]
     if native_drafts(tree):

@@ -91,7 +91,10 @@ def imports_of_nemo_rl(modules: Sequence[str]) -> Iterator[Diagnosis]:
 
 
 def name_of(point: PatchPoint) -> str:
-    """Returns MODULE.NAME of a patch point, with the last part of its module, as in docs/reference/nemo-rl-patch-points.md."""
+    """Returns a patch point's name as in docs/reference/nemo-rl-patch-points.md, which is MODULE.NAME.
+
+    MODULE is only the last part of the module's dotted name.
+    """
     return f"{point.module.rpartition('.')[2]}.{point.name}"
 
 

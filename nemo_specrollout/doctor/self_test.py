@@ -57,7 +57,8 @@ ARGUMENTS = {
     "gpu_memory_utilization": 0.1,
     "seed": 7,
 }
-"""Arguments of vLLM for the engines of the self-test. On a GPU, `gpu_memory_utilization` of the memory must be free."""
+"""Arguments of vLLM for the engines of the self-test. On a GPU, a share of `gpu_memory_utilization` of the memory must be
+free."""
 
 
 def try_engines(module: str = __name__) -> Outcome:
@@ -88,7 +89,8 @@ def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
 def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
     """Yields diagnoses of the self-test: whether tokens were equal, how many drafts were accepted, and how long it took.
 
-    On a GPU, one more diagnosis names the precision. If the child process failed, the reason takes the place of the time.
+    On a GPU, one more diagnosis names the precision. If the child process failed, the last diagnosis has the reason instead of
+    the time.
     """
     if outcome.told.get("facts", {}).get("device") == "cuda":
         precision = os.environ.get("TRITON_F32_DEFAULT", EXACT["TRITON_F32_DEFAULT"])
@@ -132,7 +134,8 @@ def _cause(outcome: Outcome) -> str:
 def compare_engines(order: Any, tell: Tell) -> None:
     """Runs in the child process, and decodes the same prompts without and with drafts.
 
-    It reports the engine's settings, the number of equal tokens at each temperature, and the numbers of draft tokens.
+    It reports the engine's settings, the number of equal tokens at each temperature, and how many draft tokens were proposed
+    and accepted.
     """
     from nemo_specrollout.generation.engine import process_state
     from nemo_specrollout.generation.engine.hosted_engine import device_facts, engine_facts, start_vllm
@@ -175,7 +178,7 @@ def _responses(llm: Any, temperature: float) -> list[list[int]]:
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> None:
-    """Writes the config and the weights of a small Qwen3 with random weights to `folder`. It gets no tokenizer."""
+    """Writes the config and the weights of a small Qwen3 with random weights to `folder`, without a tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -202,8 +205,9 @@ def make_tiny_model(folder: Path, seed: int = 0) -> None:
 def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compares responses that were decoded without and with drafts, token by token.
 
-    Returns the number of equal tokens, the number of all tokens, and the first difference, or None if there is none. The
-    difference is the index of the response, the position, and both tokens. A token of -1 means that the response has ended.
+    Returns a dictionary with the number of equal tokens (`equal`), the number of all tokens (`total`), and the first
+    difference (`first`), or None if there is none. The difference is a list of the response's index, the position, and both
+    tokens. A token of -1 means that the response has ended.
     """
     equal, total, first = 0, 0, None
     for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):

@@ -35,7 +35,7 @@ REPLACED = {
 
 
 class VllmSource(PythonSource):
-    """The source code of one version of vLLM, which is in the package `vllm` in a folder."""
+    """The source code of one version of vLLM. `folder` is the folder that contains the package `vllm`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "vllm")
@@ -62,15 +62,16 @@ def imports_of(source: VllmSource) -> dict[str, bool]:
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Returns the dotted names of vLLM that a Python file imports, by the names that they have in the file."""
+    """Returns the dotted names of vLLM that a Python file imports. The keys are the names under which the file uses them."""
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "vllm")
     return {a.asname or a.name: f"{n.module}.{a.name}" for n in nodes for a in n.names}
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Tells whether a version of vLLM need not have a name, because the name is newer, or has been replaced by another.
+    """Tells whether the vLLM of `source` may lack the dotted name `name`.
 
-    `names` are the names that only newer versions have.
+    It may if the name is newer than this vLLM, or if another name that this vLLM has replaces it. `names` are the names that
+    only newer versions have.
     """
     for former, newer in REPLACED.items():
         if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):
@@ -87,7 +88,8 @@ def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast
 
     Args:
         tree: the syntax tree of the file.
-        owners: maps each variable whose attributes are looked for to the dotted name that replaces it in the result.
+        owners: the variables whose attributes are looked for. Each is mapped to the dotted name that replaces it in the
+            result.
         context: `ast.Load` for attributes that the file reads, or `ast.Store` for attributes that it sets.
     """
     found = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, context))

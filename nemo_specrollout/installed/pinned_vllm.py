@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out which version of vLLM a checkout of NeMo-RL gives to its engines.
 
-NeMo-RL starts engines in a Python environment of their own. `uv run --locked` makes it from NeMo-RL's `uv.lock` when it is
-first needed. So the version is read from this environment, or if it does not exist yet, from `uv.lock`.
+NeMo-RL starts engines in a Python environment of their own. When the environment is first needed, `uv run --locked` makes it
+from NeMo-RL's `uv.lock`. So the version is read from this environment, or from `uv.lock` if there is no environment yet.
 """
 
 import os
@@ -17,7 +17,8 @@ ENGINE_ACTORS = {
     False: "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker",
     True: "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker",
 }
-"""Names of NeMo-RL's Ray actors around an engine and of their environments, by whether the engine is asynchronous."""
+"""Dotted names of NeMo-RL's engine actors, for synchronous (False) and asynchronous engines (True). The Python environment of
+an actor is a folder with the same name."""
 SYSTEM_PYTHON = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
 """Environment variable with which NeMo-RL runs its engines in the driver's Python."""
 VENVS = "NEMO_RL_VENV_DIR"
@@ -34,7 +35,8 @@ class Pin:
     """The version of vLLM that a checkout of NeMo-RL pins, as its files say."""
 
     locked: str | None
-    """The version of vLLM in `uv.lock`. None if it has none, for example because vLLM is built from a folder."""
+    """The version of vLLM in `uv.lock`, or None if this file has no version, for example because vLLM is built from a
+    folder."""
     asked: str | None
     """The version of vLLM in `pyproject.toml`, or None if it names none."""
     damaged: tuple[str, ...] = ()
@@ -47,7 +49,10 @@ class Pin:
 
     @property
     def problem(self) -> str | None:
-        """A sentence without a full stop if the files cannot be read or contradict each other, and otherwise None."""
+        """Why the version is uncertain, as a sentence without a full stop, or None if it is certain.
+
+        It is uncertain if one of the files cannot be read, or if they contradict each other.
+        """
         if self.damaged:
             return (
                 f"{' and '.join(self.damaged)} cannot be read, so the version of vLLM that NeMo-RL pins is not certain"

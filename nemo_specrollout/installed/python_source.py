@@ -24,7 +24,10 @@ def tree_of(file: Path) -> ast.Module:
 
 
 def names_of(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Yields the names that the statements in `body` define, each with its statement. It also looks into branches."""
+    """Yields the names that the statements in `body` define, each with its statement.
+
+    Statements inside of `if`, `try` and `with` count too.
+    """
     for node in body:
         if isinstance(node, Function | ast.ClassDef):
             yield node.name, node
@@ -52,8 +55,8 @@ class PythonSource:
     def find(self, name: str) -> tuple[str, ast.stmt | None] | None:
         """Returns the module that defines a dotted name, and the syntax tree of the definition.
 
-        Returns None if the package does not have the name. It follows imports within the package. The syntax tree is None if
-        the name is that of a module, or if a package loads the name lazily.
+        Imports within the package are followed to the definition. The syntax tree is None if the name is that of a module, or
+        if a package loads the name lazily. The whole result is None if the package does not have the name.
         """
         module, _, attribute = name.rpartition(".")
         if self.file_of(name) is not None:
@@ -92,9 +95,10 @@ class PythonSource:
         return merged | dict(names_of(node.body))
 
     def definition(self, name: str) -> tuple[bool, ast.stmt | None]:
-        """Tells whether the package has a dotted name, and returns its syntax tree too, or None if it has no tree.
+        """Returns whether the package has the dotted name `name`, and the syntax tree of what has this name.
 
-        The name may also be that of a member of a class.
+        The tree is None if the name does not exist, or if it is that of a module, for example. The name may also be that of a
+        member of a class.
         """
         found = self.find(name)
         if found is not None:

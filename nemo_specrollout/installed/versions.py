@@ -32,7 +32,8 @@ PACKAGES = (
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
 _SHARED_METHOD = "def synchronize_device("
 _SHARED_SINCE = (0, 29, 0)
-"""First version of vLLM whose worker has the method in `_SHARED_METHOD`."""
+"""First version of vLLM whose worker has the method `synchronize_device`, as NeMo-RL's worker extension does
+(`nemo_rl_starts_alone`)."""
 
 
 def installed_versions() -> dict[str, str]:
@@ -99,7 +100,7 @@ def nemo_rl_version() -> str | None:
 def can_run_nemo_rl() -> bool:
     """Tells whether this Python is the one of NeMo-RL's driver, in which both NeMo-RL and Ray can be imported.
 
-    It must find Ray as well, because any Python can import NeMo-RL if it is started in the folder of a NeMo-RL checkout.
+    NeMo-RL alone is not enough, because any Python that is started in the folder of a NeMo-RL checkout can import NeMo-RL.
     """
     return nemo_rl_version() is not None and importlib.util.find_spec("ray") is not None
 
@@ -113,7 +114,7 @@ def nemo_rl_is_a_release() -> bool:
 def nemo_rl_starts_alone(checkout: Path | None, version: str | None) -> bool:
     """Tells whether NeMo-RL can start its engines without this package. Returns True if that is not known.
 
-    It cannot if NeMo-RL's worker extension has a method of the same name as vLLM's worker. See
+    NeMo-RL cannot start them if its worker extension and vLLM's worker have a method of the same name. See
     docs/upstream/nemo-rl-synchronize-device.md.
 
     Args:

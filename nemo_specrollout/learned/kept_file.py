@@ -62,7 +62,7 @@ class KeptFile:
 
         Args:
             folder: the folder of all such files.
-            kind: the kind of process, with which the file's name begins.
+            kind: the kind of process. The file's name begins with it.
             key: JSON values that must be equal in the process that writes the file and the process that reads it.
         """
         self._key = json.loads(json.dumps({**key, "format": FORMAT}))
@@ -111,9 +111,9 @@ class KeptFile:
         return None
 
     def unfit(self, why: str) -> Found:
-        """Notes the problem that the state in the file does not fit this process, and returns a result without a state.
+        """Logs that the state in the file does not fit this process, and returns a result without a state.
 
-        `why` is the reason.
+        `why` is the reason. `take_problem` returns it too.
         """
         return self._unusable(f"does not fit ({why})")
 
@@ -121,7 +121,8 @@ class KeptFile:
     def is_due(self) -> bool:
         """Whether the file may be written now.
 
-        It may not if a write is under way, or if too little time has passed since the last write for `WRITING_SHARE`.
+        It may not be written if a write is under way. It also may not if too little time has passed since the last write, so
+        that writing would take a larger share of the time than `WRITING_SHARE`.
         """
         is_writing = self._writer is not None and self._writer.is_alive()
         return not is_writing and time.monotonic() >= self._next_s

@@ -41,8 +41,8 @@ def learned_fields(thing: Any) -> tuple[str, ...]:
 def begin_with(given: Iterable[tuple[Any, Any]]) -> None:
     """Puts learned states into objects, so that they begin with what earlier objects of the same classes have learned.
 
-    `given` has pairs of an object and the state for it. After all states are set, the method `fade` of each object that has
-    one is called. Raises Unfit if a state does not fit an object. In this case no object has changed.
+    `given` has pairs of an object and the state for it. After all states are set, `fade` is called on each object that has
+    this method. Raises Unfit if a state does not fit an object. In this case no object has changed.
     """
     changed: list[tuple[Any, str, Any]] = []
     begun: list[Any] = []
@@ -116,7 +116,8 @@ def _letters(name: str) -> str:
 def _fitting(now: Any, given: Any, where: str, sizes: Mapping[str, int]) -> Any:
     """Converts the value `given` from a learned state to the type of the field's present value `now`, and returns it.
 
-    Raises Unfit if the value cannot be one of this field. `where` names the field. `sizes` are the sizes of dimensions.
+    Raises Unfit if `given` is no possible value of this field. `where` is the field's name in the message. `sizes` has the
+    size of each dimension by its letter.
     """
     if isinstance(now, Mapping):
         if not isinstance(given, Mapping) or {str(key) for key in now} != set(given):

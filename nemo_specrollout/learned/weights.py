@@ -16,8 +16,8 @@ def weights_digest(model: str | Path) -> str:
     """Returns a digest of the weights in the folder `model`, as a hexadecimal text.
 
     The digest covers the names and sizes of the files, and samples of their content. To read all content would take long,
-    because even a small model has gigabytes. If `model` is not a folder that can be read, such as a name on the Hugging Face
-    Hub, the digest is that of the name.
+    because even a small model has gigabytes. If `model` is no folder that can be read, but for example a name on the Hugging
+    Face Hub, the digest is that of this name.
     """
     digest = hashlib.sha256()
     folder = Path(model)

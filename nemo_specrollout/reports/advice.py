@@ -19,7 +19,7 @@ WORTHWHILE = 0.05
 DRAFT_MODELS = ("draft_model", "remote")
 """Types of drafters with weights that can run outside of the policy's engine."""
 EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
-"""Words about mechanisms that have never paid in a measurement or simulation, or never more than their alternatives."""
+"""Words about mechanisms that never paid in a measurement or simulation, or that never paid more than an alternative."""
 
 
 class Advice(NamedTuple):
@@ -27,7 +27,7 @@ class Advice(NamedTuple):
 
     mechanism: str
     state: str
-    """`on` or `off`."""
+    """`on` if the run used the mechanism, or `off`."""
     verdict: str
     sentence: str
 
@@ -65,7 +65,7 @@ def _is_on(block: Mapping[str, Any], name: str) -> bool:
 def _bound(share: float, what: str) -> tuple[str, str]:
     """Returns verdict and sentence for a mechanism that is off and can save at most `share` of a rollout.
 
-    `what` is the beginning of the sentence, which says what this share is.
+    The sentence is "WHAT SHARE of a rollout". So `what` has to say what the share is.
     """
     verdict = "may pay" if share >= WORTHWHILE else "would not pay"
     return verdict, f"{what} {share:.0%} of a rollout"
@@ -131,10 +131,10 @@ def _ahead(steps: Sequence[Record], block: Mapping[str, Any]) -> Iterator[Advice
 
 
 def _order(steps: Sequence[Record]) -> str:
-    """Returns words that compare two uses of an idle engine, which are work on coming steps and help for stragglers.
+    """Returns the end of a sentence about what idle engines won by decoding requests of coming steps.
 
-    They say how many seconds a second of work on coming steps saved later, and how many moves and races were left out for it.
-    The result is "" if the run has not measured this.
+    It says how many seconds each second of this work saved later, and how many moves and races of stragglers were left out for
+    the work. The result is "" if the run has not measured this.
     """
     worth = reduced(np.mean, series(steps, "tail.early_worth"))
     if not math.isfinite(worth):

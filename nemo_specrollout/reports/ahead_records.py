@@ -10,19 +10,20 @@ from typing import Any
 
 
 def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
-    """Returns how many tokens had been made ahead for each following step when the current step's weights arrived.
+    """Returns how many tokens of each coming step had been decoded early when the current step's weights arrived.
 
-    `in_flight` has this number for each step, from the current one on. The result leaves out the current step. The next step
-    has the key `ahead_tokens_2`, because its first texts were made two updates before it.
+    `in_flight` has these counts, of which the first is the current step's. The result leaves this first one out. The keys are
+    `ahead_tokens_2` for the next step, `ahead_tokens_3` for the step after it, and so on. The number in a key says how many
+    updates of the weights lie between the first texts of a step and the step itself.
     """
     return {f"ahead_tokens_{k}": float(tokens) for k, tokens in enumerate(in_flight, 1) if k > 1}
 
 
 def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
-    """Returns how much of the texts made ahead for a step was right, and how many of them parted from the responses.
+    """Returns what share of the tokens made ahead for a step was right, and how many texts parted from their responses.
 
-    A text parts from its response at the first token that differs. `kept` has the counts of `KeptCounts` (run_ahead/texts.py)
-    by name. The result is empty if there were no texts.
+    The keys are names of metrics, such as `ahead_right`. A text parts from its response at the first token that differs.
+    `kept` has the counts of `KeptCounts` (run_ahead/texts.py) by name. The result is {} if there were no texts.
     """
     num_texts, num_flips = kept["num_texts"], kept["num_flips"]
     if not num_texts:
@@ -37,11 +38,11 @@ def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
 
 
 def saved_figures(figures: Mapping[str, float], acceptance: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the estimated seconds that texts made ahead have saved in a rollout, or nothing if that is not known.
+    """Returns the estimated seconds that texts made ahead have saved in a rollout, as {"ahead_saved_s": seconds}.
 
-    The time that all drafts have saved is divided among the drafters in proportion to their accepted draft tokens. The drafter
-    `ahead` proposes the texts made ahead. `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` has
-    its counts by drafter.
+    The result is {} if the seconds are not known. The time that all drafts have saved is divided among the drafters in
+    proportion to their accepted draft tokens. The drafter `ahead` proposes the texts made ahead. `figures` has the step's
+    `plain_estimate_s` and `rollout_s`. `acceptance` has the step's counts of draft tokens by drafter.
     """
     accepted = {name: sum(counts["accepted"]) for name, counts in acceptance.items()}
     if "plain_estimate_s" not in figures or not accepted.get("ahead"):

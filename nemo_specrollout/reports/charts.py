@@ -109,7 +109,7 @@ STALENESS = LinePanel(
 
 
 def panels_of(run: Run) -> dict[str, Draw]:
-    """Returns by name the functions that draw panels, for all panels for which the run has numbers."""
+    """Returns the functions that draw the run's panels, by the panels' names. Panels without numbers are left out."""
     totals = acceptance_totals(run.steps)
     lines = [
         (name, partial(accepted_shares, drafters=(name,)), panels.drafter_colour(i)) for i, name in enumerate(totals)
@@ -187,7 +187,8 @@ def save_picture(run: Run, path: Path, extra: Sequence[tuple[Draw, Any]] = ()) -
 def figure_of(path: Path) -> Figure:
     """Returns the picture at `path` as a figure with the same pixels, for loggers that take figures.
 
-    The figure contains an image, because Weights & Biases turns other figures into charts of its own that lose much of them.
+    The figure consists of one image. Other figures would be turned into charts of Weights & Biases, and lose much of their
+    content.
     """
     pixels = imread(path)
     figure = Figure((pixels.shape[1] / DPI, pixels.shape[0] / DPI), dpi=DPI)

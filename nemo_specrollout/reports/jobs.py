@@ -20,8 +20,8 @@ ALL_DONE = "nemo-specrollout: all steps are done"
 """Line that a job's script prints if nothing is left to do (`cli/job.sh.template`)."""
 _MOST_OUTPUT_BYTES = 16 << 20
 _END = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?: (DUE TO [^*]*?))? \*\*\*")
-"""Pattern of the line that slurmstepd writes to a job's output when it ends the job. Its time has no time zone and is that of
-the node."""
+"""Pattern of the line that slurmstepd writes to a job's output when it ends the job. The time in the line is that of the node,
+and has no time zone."""
 
 
 @dataclass(frozen=True)

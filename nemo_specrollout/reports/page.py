@@ -38,7 +38,10 @@ def card(title: str, value: str, note: str, kind: str = "") -> str:
 
 
 def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
-    """Returns a section that lists steps with a sentence for each, or "" without steps. `kind` is "alarms" or empty."""
+    """Returns a section as HTML that lists steps with a sentence for each, or "" if there are no steps.
+
+    `of` has pairs of a step and its sentence. `kind` is "alarms" or empty.
+    """
     items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in of)
     return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>' if items else ""
 

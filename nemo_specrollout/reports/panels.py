@@ -68,7 +68,7 @@ MAX_BARS = 120
 """Maximum number of steps for which the phases of a step are drawn as bars. For more, they are drawn as areas."""
 DASHES = (0, (4, 3))
 Values = str | Callable[[Sequence[Record]], np.ndarray]
-"""Key of a step, or a function that returns a value for each step."""
+"""What a line shows. It is a key of the steps' records, or a function that returns a value for each step."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
 
 
 def line_format(steps: Sequence[Record]) -> str:
-    """Returns matplotlib's format of a line over `steps`, which has markers if there are only a few steps."""
+    """Returns matplotlib's format string for a line over `steps`. The line gets markers if there are only a few steps."""
     return "o-" if len(steps) <= MAX_MARKERS else "-"
 
 

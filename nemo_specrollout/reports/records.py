@@ -25,7 +25,7 @@ FORMAT = 1
 """Version of the format of the records, which `run.json` has under the key `records`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 HISTORY = "history"
-"""Key in a step's record with counts of the engines' history of earlier responses since the start (`learned.history`)."""
+"""Key in a step's record with counts of the earlier responses that engines draft from (`learned.history`), since the start."""
 BEGAN = "began"
 """Key in a step's record with sentences that say which learned state the engines had when they started
 (`learned.warm_start`)."""
@@ -34,7 +34,7 @@ AUDITS = "audit.json"
 PREFIX = "specrollout/"
 """Prefix of the names of this package's metrics in NeMo-RL's logger."""
 FOLDER = "specrollout"
-"""Name of the folder in NeMo-RL's log folder with the records of this package."""
+"""Name of the folder for this package's records. It is in NeMo-RL's log folder."""
 PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "checkpoint")
 """Phases of a step in the order in which they run. The seconds of a phase are recorded as `<phase>_s`."""
 _KINDS: tuple[tuple[str, type, str], ...] = (
@@ -42,7 +42,8 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     (BEGAN, list, "a list of sentences"),
     *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail", HISTORY)),
 )
-"""Keys of a step whose values are lists or objects, with the type that the report expects and its name in an error."""
+"""Those keys of a step's record whose values are lists or objects. Each has the type of its values, and words for this type
+that stand in error messages."""
 _MOST_STEPS = 1 << 53
 """Largest number of a step or a count. Above it, a float cannot represent every whole number, and a record with a larger
 number is damaged."""
@@ -134,7 +135,7 @@ def decoded(path: Path) -> str:
 
 
 def _check_step(step: Record, where: str) -> None:
-    """Raises ConfigError with the place `where` and the key if a value of a step has another type than the report expects."""
+    """Raises ConfigError if a value of a step has another type than the report expects. It names `where` and the key."""
     for key, kind, name in _KINDS:
         if not isinstance(step.get(key, kind()), kind):
             raise _damage(where, key, step[key], name)
@@ -168,7 +169,7 @@ def read_object_or_nothing(path: Path) -> Record:
 
 @contextmanager
 def naming_damage(place: Path) -> Iterator[None]:
-    """Turns an error that damaged records cause into a ConfigError with `place`, which is their folder or file."""
+    """Context that turns errors of damaged records into a ConfigError. `place` is the folder or file that the error names."""
     try:
         yield
     except ConfigError:
@@ -181,9 +182,9 @@ def naming_damage(place: Path) -> Iterator[None]:
 
 
 def _shares(step: Record) -> dict[str, float]:
-    """Returns the seconds of a step that belong to no phase, and the share of its time that generation took.
+    """Returns the seconds of a step that belong to no phase, and the share of the step's time that generation took.
 
-    The result is empty if the step's time is not known.
+    They have the keys `other_s` and `generation_share`. The result is {} if the step's time is not known.
     """
     step_s = number(step, "step_s")
     if not step_s > 0:
@@ -193,7 +194,10 @@ def _shares(step: Record) -> dict[str, float]:
 
 
 def number(record: Record, key: str) -> float:
-    """Returns the number at `key` of a record, or NaN. A dot in `key` leads into a nested object, as in `tail.moves`."""
+    """Returns the number at `key` of a record, or NaN if there is none.
+
+    A dot in `key` leads into a nested object, as in `tail.moves`.
+    """
     value: Any = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -214,7 +218,10 @@ def reduced(how: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
 
 
 def ratio_of_sums(steps: Sequence[Record], above: str, below: str) -> float:
-    """Returns the sum of the key `above` divided by the sum of the key `below`, over the steps that have both, or NaN."""
+    """Returns the sum of the key `above` divided by the sum of the key `below`, over the steps that have both keys.
+
+    The result is NaN if the sum of `below` is not above 0.
+    """
     values_above = series(steps, above)
     values_below = series(steps, below)
     has_both = np.isfinite(values_above) & np.isfinite(values_below)
@@ -242,7 +249,10 @@ def reward_window(num_steps: int) -> int:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns for each value the mean of this value and the `window - 1` values before it, or NaN if one is missing."""
+    """Returns for each value the mean of this value and the `window - 1` values before it.
+
+    The mean is NaN if one of these values is NaN, or if there are fewer values.
+    """
     means = np.full(len(values), math.nan)
     if len(values) >= window:
         means[window - 1 :] = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
@@ -250,9 +260,9 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns for each drafter the numbers of proposed and of accepted draft tokens by position, summed over steps.
+    """Returns for each drafter two int64 arrays, the counts of proposed and of accepted draft tokens by position.
 
-    Both are int64 arrays. Drafters and positions without proposed draft tokens are left out.
+    The counts are sums over `steps`. Drafters and positions without proposed draft tokens are left out.
     """
     proposed: dict[str, np.ndarray] = {}
     accepted: dict[str, np.ndarray] = {}
@@ -313,8 +323,8 @@ def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[st
 
 
 LEAST_KEPT = 0.1
-"""Share of right tokens among those that were made ahead. If it is lower, `run_ahead` saves little time, and an alarm says
-so."""
+"""Share of right tokens, among the tokens that were made ahead, below which an alarm says that `run_ahead` saves little
+time."""
 
 
 def ahead_figures(num_made: int, num_kept: int, num_tokens: int, seconds: float) -> dict[str, float]:
@@ -336,7 +346,10 @@ def ahead_alarms(num_made: int, num_kept: int) -> list[str]:
 
 
 def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns the summary of a run's steps, whose keys docs/reference/metrics.md explains. A ratio without counts is None."""
+    """Returns the figures of `summary.json`, by name, from a run's steps. docs/reference/metrics.md explains the names.
+
+    A ratio is None if nothing was counted for it.
+    """
     if not steps:
         return {"steps": 0}
     rewards = series(steps, "reward")
@@ -358,9 +371,10 @@ def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _head_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns how many refreshes a run had, how many heads it published, and how much time the refreshes took.
+    """Returns the figures of `summary.json` about refreshes of the draft head, by name.
 
-    The result is empty for a run without a trained draft head.
+    They say how many refreshes a run had, how many heads it published, and how much time the refreshes took. The result is {}
+    for a run without a trained draft head.
     """
     if not any("draft_refresh" in step for step in steps):
         return {}
@@ -376,7 +390,7 @@ def _head_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns figures about requests that moved or were raced, or nothing for a run with one engine.
+    """Returns the figures of `summary.json` about requests that moved or were raced, by name, or {} for a run with one engine.
 
     `tail_saved_s` is None if no step has an estimate of it.
     """
@@ -394,7 +408,7 @@ def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _ahead_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns figures about texts that a run made ahead, or nothing if it made none.
+    """Returns the figures of `summary.json` about texts that a run made ahead, by name, or {} if there were no such texts.
 
     Shares are means over the steps that had texts made ahead.
     """
@@ -411,5 +425,5 @@ def _ahead_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _known(value: float) -> float | None:
-    """Returns None for NaN, which JSON does not have."""
+    """Returns `value`, or None if it is NaN or infinite, because JSON has no such numbers."""
     return float(value) if math.isfinite(value) else None

@@ -77,9 +77,10 @@ def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: (()
 
 
 def write_pages_of(run: Run, extras_of: Callable[[Run], Extras] = lambda _: ((), ())) -> tuple[Path, Path]:
-    """Writes report and picture into the run's folder, and returns their paths. Each file is replaced at once.
+    """Writes report and picture into the run's folder, and returns their paths in this order.
 
-    `extras_of` returns what a kind of run adds to both. Raises ConfigError for damaged records, and OSError if a file cannot
+    A file of an earlier call is replaced only when the new one is complete. `extras_of` returns the sections and the panels
+    that a kind of run adds to the report and the picture. Raises ConfigError for damaged records, and OSError if a file cannot
     be written.
     """
     report = run.folder / PAGE

@@ -33,8 +33,8 @@ class RunFolders:
     """The folders with a run's records, and the folder for its report."""
 
     pages: Path
-    """Folder for the report. It is the folder of the records of a single start, the run directory of `launch`, or NeMo-RL's
-    log folder."""
+    """Folder for the report. It is the run directory if `launch` has started the run. Otherwise it is the folder of the
+    records if there is a single start, and NeMo-RL's log folder if there are several."""
     starts: Sequence[Path]
     """NeMo-RL's log folder of each start of the driver, the oldest first. Empty if the records are in `pages`."""
     launched: Path | None = None

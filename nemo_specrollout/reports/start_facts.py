@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 NAME_OF_START = "SPECROLLOUT_START"
-"""Environment variable with the name of this start of a Slurm job, `JOB.REQUEUES`, which the job's script sets. Slurm's own
-variables do not reach the driver, because NeMo-RL's `ray.sub` unsets them before it starts Ray."""
+"""Environment variable with the name of this start of a Slurm job. The name is `JOB.REQUEUES`, the job's id and how often the
+job was requeued. The job's script sets the variable. Slurm's own variables do not reach the driver, because NeMo-RL's
+`ray.sub` unsets them before it starts Ray."""
 BEGAN = "SPECROLLOUT_BEGAN"
 """Environment variable with the time at which the command `run` began, in seconds since 1970. The command sets it."""
 _JOB_BEGAN = "NRL_JOB_START_EPOCH"

@@ -2,8 +2,8 @@
 """Runs whose driver was started several times, by the jobs of a chain, by requeues, or by hand after an interruption.
 
 NeMo-RL gives every start of its driver a folder `exp_NNN`. A start continues from the newest checkpoint, so it makes the steps
-again that an earlier start had made after that checkpoint. Of a step that was made twice, the later one counts. The earlier
-one is called lost.
+again that an earlier start had made after that checkpoint. If a step was made twice, the later record counts. The step of the
+earlier record is called lost.
 """
 
 import math
@@ -91,7 +91,7 @@ class Start:
 class RunOfStarts(Run):
     """A run with several starts of its driver, or a run that the command `launch` has started.
 
-    Its `steps` are in order and do not include lost ones, which a later start has made again.
+    Its `steps` are in order and do not include lost steps, which a later start has made again.
     """
 
     starts: Sequence[Start] = ()
@@ -101,7 +101,7 @@ class RunOfStarts(Run):
 
     @classmethod
     def of(cls, folder: Path, starts: Sequence[Start], launch: Launch | None = None) -> "RunOfStarts":
-        """Returns the run of these starts. `folder` is where its pages are written.
+        """Returns the run of these starts. `folder` is the folder for the run's pages.
 
         Facts about the run, such as versions of packages, are those of its newest start.
         """
@@ -124,12 +124,12 @@ class RunOfStarts(Run):
 
     @property
     def num_lost(self) -> int:
-        """Number of lost steps, which were made again by a later start."""
+        """Number of lost steps. A step is lost if a later start makes it again."""
         return sum(map(len, self.lost.values()))
 
     @property
     def lost_s(self) -> float:
-        """Seconds that the lost steps took, which a later start made again, or NaN if they are not known."""
+        """Seconds that all lost steps took, or NaN if they are not known. A later start made these steps again."""
         return reduced(sum, series([step for steps in self.lost.values() for step in steps], "step_s"))
 
     @property
@@ -142,7 +142,7 @@ class RunOfStarts(Run):
         return [job for job in self.launch.jobs if job.id not in known] if self.launch else []
 
     def end_of(self, start: Start) -> str:
-        """Returns Slurm's words for why it ended a start, such as "DUE TO TIME LIMIT", or "" if Slurm wrote nothing."""
+        """Returns Slurm's reason for ending a start, such as "DUE TO TIME LIMIT", or "" if Slurm wrote nothing."""
         ends = self.launch.ends.get(start.job, ()) if self.launch and start.job else ()
         of_job = [other for other in self.starts if other.job == start.job]
         after = next((other for other in of_job if other.num_requeues > start.num_requeues), None)

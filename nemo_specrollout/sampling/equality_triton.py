@@ -13,9 +13,10 @@ import triton.language as tl
 def accept_request(  # type: ignore[no-untyped-def]
     request, sampled_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes the tokens that one request gets in an engine step, and their number, as `equality.accept_by_equality` says.
+    """Writes the tokens that one request gets in an engine step to `emitted_ptr`, and their number to `counts_ptr`.
 
-    `K1` is K + 1, where K is the maximum number of draft tokens of a request. `BLOCK` is a power of two of at least K + 1.
+    Both results are those of `equality.accept_by_equality`, which also explains the first arguments. `K1` is K + 1, where K is
+    the maximum number of draft tokens of a request. `BLOCK` is a power of two of at least K + 1.
     """
     start = tl.load(starts_ptr + request)
     num_rows = tl.load(starts_ptr + request + 1) - start

@@ -14,7 +14,7 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""Name of the file by which `lock_folder` locks a folder. Other code ignores it when it looks whether a folder is empty."""
+"""Name of the file by which `lock_folder` locks a folder. A folder that has only this file counts as empty."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -31,7 +31,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def replacing_file(path: Path) -> Iterator[Path]:
     """Context that yields the path of a temporary file, which the caller has to write.
 
-    If the `with` block succeeds, the temporary file is synced to disk and replaces the file at `path`. If not, it is removed.
+    If the `with` block succeeds, the temporary file is synced to disk and replaces the file at `path`. If the block fails, the
+    temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -45,10 +46,10 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Locks `folder` against other callers of this function, and returns an open file. The lock lasts until it is closed.
+    """Locks `folder` against other callers of this function, and returns an open file.
 
-    Raises BlockingIOError if another process has locked the folder. If the file system has no locks, logs a warning, and the
-    folder is not locked.
+    The lock lasts until this file is closed. Raises BlockingIOError if another process has locked the folder. If the file
+    system has no locks, logs a warning, and the folder is not locked.
     """
     file = (folder / LOCK).open("w")
     try:
@@ -78,7 +79,7 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
 def sync_folder(folder: Path) -> None:
     """Writes the names of the files in `folder` to disk, so that they survive a power cut.
 
-    It does nothing if the file system cannot do this, as is so for some network file systems.
+    It does nothing if the file system cannot do this. Some network file systems cannot.
     """
     with suppress(OSError):
         sync(folder)

@@ -28,7 +28,7 @@ _MTP_BY_TYPE = ("dots3_note", "longcat_flash", "step3p", "minimax_m3", "mimo_v2"
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ValueError, which names the file and the fault, if it has no object."""
+    """Returns the object in a JSON file. Raises ValueError with the file's name and the fault if the file has no object."""
     try:
         read = parse_json(read_regular(file).decode("utf-8"))
     except OSError as error:
@@ -74,8 +74,9 @@ def tokenizer_fingerprint(folder: Path) -> str:
 def stop_token_ids(folder: Path) -> list[int]:
     """Returns the ids of the tokens that end a text of the model in `folder`, or an empty list if none are known.
 
-    They are those in generation_config.json. If it has none, they are those in config.json, and otherwise the tokenizer's.
-    Raises ValueError if an `eos_token_id` in one of the config files is neither a token id nor a list of token ids.
+    They come from generation_config.json. If it has none, they come from config.json. If this has none either, the end-of-text
+    token of the tokenizer is the only one. Raises ValueError if an `eos_token_id` in one of the config files is neither a
+    token id nor a list of token ids.
     """
     config = _read(folder / "config.json")
     ids = list[int]()
@@ -97,7 +98,7 @@ def stop_token_ids(folder: Path) -> list[int]:
 
 
 def longest_text(folder: Path) -> int | None:
-    """Returns the number of tokens of the longest text for which a model was made, or None if its config.json has none."""
+    """Returns the number of tokens of the longest text for which a model was made, or None if config.json does not say it."""
     return text_config(_read(folder / "config.json")).get("max_position_embeddings")
 
 
@@ -143,7 +144,8 @@ def has_mtp_layers(config: Mapping[str, Any]) -> bool:
 def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Tells whether one of the tensors in `names` belongs to a layer for multi-token prediction (MTP).
 
-    It does if its name says so, or if its layer comes after the last layer of the language model in `config`.
+    A tensor belongs to such a layer if its name says so, or if its layer comes after the last layer of the language model in
+    `config`.
     """
     last = text_config(config).get("num_hidden_layers")
     for name in names:
@@ -157,8 +159,8 @@ def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 def tensor_files(folder: Path) -> list[Path]:
     """Returns the safetensors files that have a model's weights.
 
-    If the folder has an index of tensors, they are the files in it, as in vLLM. Otherwise they are all *.safetensors files.
-    Raises ValueError if the index cannot be read, or if it names a missing file.
+    They are the files that the folder's index of tensors names, as in vLLM. Without an index, they are all *.safetensors
+    files. Raises ValueError if the index cannot be read, or if it names a missing file.
     """
     index = folder / "model.safetensors.index.json"
     if not index.exists():

@@ -60,7 +60,7 @@ def json_of_line(text: str, where: str) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError if it is not JSON. The message has the reason, but no place."""
+    """Returns the value of a JSON text. Raises ValueError if the text is not JSON, with the reason but no file name."""
     try:
         return json.loads(text)
     except RecursionError as error:

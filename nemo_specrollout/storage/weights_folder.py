@@ -17,7 +17,7 @@ from nemo_specrollout.storage import model_folder as folders
 from nemo_specrollout.storage.files import sync, sync_folder
 
 NUM_KEPT = 3
-"""Number of publications that `publish` keeps. It keeps older ones because a drafter may still read one of them."""
+"""Number of publications that `publish` keeps. It is above 1 because a drafter may still read an older publication."""
 _NUMBERED = re.compile(r"[^.].*?([0-9]{1,18})|([0-9]{1,18})", re.DOTALL)
 _OWN_NAME = "version_"
 
@@ -27,7 +27,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Publication:
-    """A checkpoint of a draft model in a folder of publications. `stamp` tells how its files looked when it was found."""
+    """A checkpoint of a draft model in a folder of publications. `stamp` describes its files at the time of the search."""
 
     number: int
     path: Path
@@ -48,7 +48,7 @@ def publications(folder: Path) -> list[Publication]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Returns the names, sizes and modification times of a publication's files, which change while somebody writes them."""
+    """Returns the names, sizes and modification times of a publication's files. They change while a file is still written."""
     try:
         stats = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:
@@ -57,10 +57,10 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def check_like(folder: Path, shapes: Mapping[str, tuple[int, ...]], place: str = "") -> list[Path]:
-    """Checks that a checkpoint in `folder` is one of the draft model, and returns its safetensors files.
+    """Checks that the checkpoint in `folder` fits the draft model, and returns the checkpoint's safetensors files.
 
-    Raises ValueError if the names and shapes of its tensors are not exactly those in `shapes`. `place` is a phrase for
-    messages that says where the folder was looked for, such as " on the drafter's machine".
+    Raises ValueError if the names and shapes of the checkpoint's tensors are not exactly those in `shapes`. `place` is a
+    phrase for messages that says where the folder was looked for, such as " on the drafter's machine".
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder{place}; name one that the drafter can read")

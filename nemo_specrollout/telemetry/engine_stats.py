@@ -20,7 +20,7 @@ MAX_STEPS = 1 << 16
 COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
 """The first columns of every trace. After them, each drafter has the columns `drafted_<name>` and `accepted_<name>`."""
 DraftCounts = tuple[tuple[str, tuple[int, ...]], ...]
-"""Numbers of draft tokens, as pairs of a drafter's name and its numbers by draft position."""
+"""Counts of draft tokens, as pairs of a drafter's name and its counts by draft position."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class EngineTotals:
     num_derived_seeds: int = 0
     """Number of requests that had no seed, and for which `nemo_rl/engine_inputs.py` derived one."""
     proposed: DraftCounts = ()
-    """Numbers of draft tokens that were verified, by drafter and draft position."""
+    """Counts of verified draft tokens, by drafter and draft position."""
     accepted: DraftCounts = ()
-    """Numbers of draft tokens that were accepted, by drafter and draft position."""
+    """Counts of accepted draft tokens, by drafter and draft position."""
 
     @classmethod
     def of(cls, steps: StepRows, plain_step_s: np.ndarray | None) -> "EngineTotals":
         """Returns the sums over the given steps.
 
         `plain_step_s` has the estimated seconds of a step without drafts, indexed by the number of requests in the step. It is
-        None if they are not known.
+        None if there is no estimate.
         """
         requests_S, rows_S, seconds_S = map(steps.column, ("num_requests", "num_rows", "seconds"))
         is_decode_S = steps.column("is_decode") > 0
@@ -119,7 +119,7 @@ class EngineTotals:
 
 
 def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCounts:
-    """Returns `left` plus `sign` times `right`, by drafter and draft position. A number that one of them lacks is zero."""
+    """Returns `left` plus `sign` times `right`, by drafter and draft position. A missing count is zero."""
     rows = dict(left)
     others = dict(right)
     return tuple(
@@ -131,9 +131,8 @@ def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCo
 class StepTrace:
     """Records the latest steps of an engine with their durations, and sums over all of its steps.
 
-    A step ends when the drafts for the next step have been chosen, and it lasts from the end of the step before until then. A
-    step is a pure decode step if it computes no prompts and the engine was not idle before it. Only the durations of such
-    steps are exact.
+    A step begins at the end of the step before, and ends when the drafts for the next step have been chosen. A step is a pure
+    decode step if it computes no prompts and the engine was not idle before it. Only the durations of such steps are exact.
     """
 
     def __init__(
@@ -145,9 +144,9 @@ class StepTrace:
         """Creates an empty trace.
 
         Args:
-            drafter_names: names of the drafters, each of which gets two columns.
-            draft_counts: function of (first, n) that returns the columns of the drafters in n steps from step number `first`
-                on, shape [n, 2 * number of drafters].
+            drafter_names: names of the drafters. Each drafter gets two columns, `drafted_<name>` and `accepted_<name>`.
+            draft_counts: function that is called with a step's number and n. It returns the values of the drafters' columns in
+                this step and the n - 1 steps after it, shape [n, 2 * number of drafters].
             capacity: number of steps that the trace keeps.
         """
         self.columns = [*COLUMNS, *(f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted"))]
@@ -218,8 +217,8 @@ class StepTrace:
     def totals(self, plain_step_s: np.ndarray | None, **known: Any) -> EngineTotals:
         """Returns the sums over all steps of the engine.
 
-        `plain_step_s` is as in `EngineTotals.of`, and applies to the steps since the last call. `known` has fields that the
-        trace does not count, with their values.
+        `plain_step_s` is as in `EngineTotals.of`, and applies to the steps since the last call. `known` has values of those
+        fields of `EngineTotals` that the trace does not count.
         """
         self._totals += EngineTotals.of(self.since(self._num_counted), plain_step_s)
         self._num_counted = self.num_steps

@@ -22,8 +22,9 @@ class SampleStats:
     policy_spans: Spans
     """Pairs of a policy version and the first position that it sampled. Positions count from the start of the prompt.
 
-    If the weights changed while the prompt was being computed, the new version has the position after the first token that it
-    has computed."""
+    If the weights changed while the prompt was being computed, the new version's position is still in the prompt. It is one
+    above the position of the first token that this version has computed.
+    """
     head_versions: tuple[int, int]
     """Version of the draft head in service when the request began, and version when it ended."""
     num_drafted: int
@@ -93,13 +94,13 @@ class StepEnd:
     head_is_dormant: bool | None = None
     """True if the drafter with weights does not draft now, because drafts do not pay. None if there is no such drafter."""
     began: Sequence[str] = ()
-    """Phrases that say with what knowledge from earlier starts the engine began. Each is reported only once."""
+    """Phrases about what the engine knew from earlier starts when it began. Each phrase is reported only once."""
     history: Mapping[str, Any] | None = None
     """Facts about the finished responses that the engine drafts from (`HistoryFacts`), or None if it has no such drafter."""
 
     @classmethod
     def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":
-        """Returns the report from the reply of a vLLM worker, in which it is a dictionary of the fields."""
+        """Returns the report from the reply of a vLLM worker, which is a dictionary of the report's fields."""
         samples = [(seed, SampleStats.from_wire(stats)) for seed, stats in reply["sample_stats"]]
         return cls(**{**reply, "sample_stats": samples})
 
@@ -111,7 +112,8 @@ class _Record:
     head_at_start: int
     read_again: tuple[int, ...] = ()
     row: int = -1
-    """Row of `SampleStatsLog._archive` that has the counts of draft tokens after the request has left its slot."""
+    """Row of `SampleStatsLog._archive` with the counts of draft tokens that the request had when it last left a slot. It is -1
+    if the request has not left one."""
     is_taken: bool = False
     """True if the record is dropped when the request leaves its slot, because it was taken before or is no sample."""
 
@@ -132,8 +134,8 @@ class _Record:
 class SampleStatsLog:
     """Collects the statistics of running and ended requests until `take` returns them, by the requests' seeds.
 
-    The counts of verified and accepted draft tokens stay on the device. `take` copies those of all requests to the host at
-    once.
+    The counts of verified and accepted draft tokens stay on the device. `take` copies the counts of all requests to the host
+    at once.
     """
 
     def __init__(
@@ -146,7 +148,8 @@ class SampleStatsLog:
         """Creates an empty log.
 
         Args:
-            counts_S2: the numbers of verified and of accepted draft tokens of the request in each slot, int32, on the device.
+            counts_S2: counts of verified and of accepted draft tokens of the request in each slot, int32, shape [S, 2], on the
+                device.
             begins_again: whether all running requests start over when the weights change (`run_ahead`). What they had decoded
                 before is then no sample.
             put: function that copies a few numbers into an int64 tensor on the device, without waiting for the device.
@@ -164,10 +167,10 @@ class SampleStatsLog:
         self._ended: dict[int, _Record] = {}
 
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
-        """Begins or continues the record of a request that has got the slot `slot`, whose row in `counts_S2` must be zero.
+        """Begins or continues the record of a request that has got a slot. The slot's row in `counts_S2` must be zero.
 
-        If the request already has tokens of its response, it continues the record of the earlier request with the same seed.
-        That is so after a preemption, and if the request comes back from another engine. Otherwise the record is a new one.
+        After a preemption, or when a request comes back from another engine, it already has tokens of its response. Then the
+        record of the earlier request with the same seed goes on. Otherwise a new record begins.
 
         Args:
             slot: the slot of the request.
@@ -202,9 +205,9 @@ class SampleStatsLog:
             del self._ended[next(iter(self._ended))]
 
     def policy_updated(self, version: int, positions_S: Sequence[int]) -> None:
-        """Notes that the engine has the weights of policy version `version`, from the next token of each running request on.
+        """Notes that policy version `version` samples all further tokens of the running requests.
 
-        `positions_S` has the position of this next token for the request in each slot.
+        `positions_S` has the position of the next token of the request in each slot.
         """
         self.policy_version = version
         for slot, record in self._running.items():
@@ -214,8 +217,8 @@ class SampleStatsLog:
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
         """Returns the statistics of the requests with these seeds, by seed, and forgets them.
 
-        If `seeds` is None, they are those of all ended requests. A request may still have its slot although it has ended,
-        because vLLM frees a slot one engine step late.
+        Seeds of unknown requests are left out. If `seeds` is None, all ended requests are taken. A request may still have its
+        slot although it has ended, because vLLM frees a slot one engine step late.
         """
         archive = self._archive.cpu()
         counts_S2 = self._counts_S2.cpu()
