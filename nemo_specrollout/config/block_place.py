@@ -52,10 +52,9 @@ def _parts_without_value(block: Any) -> Iterator[Finding]:
 
 
 def _misplaced(node: Any, path: str = "", keys: Keys = ()) -> Iterator[tuple[str, Keys]]:
-    """Yields the places of keys that look like the block `specrollout` or a part of it, but are not where it belongs.
+    """Yields the place of each key below `node` that looks like the block `specrollout` or a part of it, but is misplaced.
 
-    A place is the path in dotted form, and the same path as a tuple of keys. `path` and `keys` are the place of `node`, below
-    which the function looks.
+    A place is a pair of a path in dotted form and the same path as a tuple of keys. `path` and `keys` are the place of `node`.
     """
     if isinstance(node, list):
         for index, item in enumerate(node):

@@ -293,7 +293,11 @@ def _parallelism(tree: Tree) -> Iterator[Finding]:
 
 
 def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
-    """Returns the error about a feature with which an engine may pause, though expert parallelism runs engines in lockstep."""
+    """Returns the error about a `feature` that lets an engine pause, which expert parallelism forbids.
+
+    vLLM steps engines with expert parallelism in lockstep, so an engine that pauses would hold up the others. `tensor` and
+    `expert` are the parallel sizes.
+    """
     text = (
         f"{expert} with tensor_parallel_size {tensor} and {feature}; vLLM steps such engines in lockstep, so an engine that "
         f"pauses would hold up the others: {fix}"

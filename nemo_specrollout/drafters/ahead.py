@@ -47,12 +47,12 @@ class PathTables(NamedTuple):
     end_SP: torch.Tensor
     """Position after the last token of each path, int64."""
     shift_SP: torch.Tensor
-    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request turns
-    out to have more or fewer tokens than the path up to the same place in the text."""
+    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request says the
+    same as the path after more or fewer tokens."""
     num_paths_S: torch.Tensor
     """Number of paths of the request in each slot, int32. It is 0 for a request that brings no texts."""
     path_S: torch.Tensor
-    """Number of the path that each request follows at present, int32."""
+    """Index of the path that each request follows at present, int32."""
 
 
 class AheadText(Drafter):

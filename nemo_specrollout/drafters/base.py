@@ -36,7 +36,7 @@ class RowPrice(NamedTuple):
     context: "float | torch.Tensor" = 0.0
     """Additional price for each token of the request's text, because the row attends to all of them."""
     mean: "float | torch.Tensor" = 0.0
-    """Whole price of a row whose request has a text of the batch's mean length."""
+    """Price of a row of a request whose text has the batch's mean length. It is the sum of both parts."""
 
 
 NO_PRICE = RowPrice()
@@ -55,7 +55,7 @@ class Proposals(NamedTuple):
 
 
 NOT_FOLLOWED = -1
-"""Written in place of the number of draft tokens if a drafter with weights does not follow the request."""
+"""Value that stands for the number of draft tokens of a request that a drafter with weights does not follow."""
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Acceptance rate that is assumed for each evidence level before any draft token of that level was judged.
 
@@ -105,12 +105,14 @@ SMALLEST_SHARE = 0.02
 TRACED_STEPS = 1 << 16
 """Number of latest engine steps for which the counts of draft tokens are kept."""
 MOST_LOOKED_UP = 64
-"""Largest number of positions of a draft for which a context index looks up tokens. It looks them up one after another."""
+"""Largest number of tokens that a context index looks up for a draft, one after another."""
 FEW_LOOKED_UP = 32
-"""Number of positions that a context index looks up if drafts may be longer than `MOST_LOOKED_UP`. With texts made ahead they
-may be much longer. The number is small because the kernel needs registers for each possible position of a draft."""
+"""Number of tokens that a context index looks up for a draft if the engine's drafts may be longer than `MOST_LOOKED_UP`.
+
+With texts made ahead, drafts may be much longer. This number is small because the kernel needs registers for each possible
+position of a draft."""
 
 
 def num_looked_up(num_positions: int) -> int:
-    """Returns for how many positions a context index looks up tokens, if drafts have up to `num_positions` positions."""
+    """Returns how many tokens a context index looks up for a draft. The engine's drafts have up to `num_positions` tokens."""
     return num_positions if num_positions <= MOST_LOOKED_UP else FEW_LOOKED_UP

@@ -75,7 +75,7 @@ class Foresight:
     def is_sound(self) -> bool:
         """Returns whether fields that were loaded from a file are valid.
 
-        Then all survivals are between 0 and 1, and the sum of squares is positive.
+        They are valid if all survivals are between 0 and 1, and the sum of squares is positive.
         """
         return self._before > 0.0 and all(bool(((s >= 0.0) & (s <= 1.0)).all()) for s in self._first.values())
 
