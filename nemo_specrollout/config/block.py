@@ -331,7 +331,10 @@ class SpecrolloutConfig:
 
     @property
     def drafters_of_engines(self) -> tuple[tuple[DrafterConfig, ...], ...]:
-        """The drafters of each kind of engine, as `fastest_of_n.methods` lists them. By default, one kind has all drafters."""
+        """The drafters of each kind of engine. There is one kind for each entry of `fastest_of_n.methods`.
+
+        Without entries there is one kind, which has all drafters.
+        """
         methods = () if self.fastest_of_n is None or not self.fastest_of_n.enabled else self.fastest_of_n.methods
         return tuple(tuple(d for d in self.drafters if d.type in types) for types in methods) or (self.drafters,)
 

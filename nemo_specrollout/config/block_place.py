@@ -16,7 +16,7 @@ Keys = tuple[str, ...]
 _PLACE = tuple(BLOCK_PATH.split("."))
 _NAME = _PLACE[-1]
 _ALIKE = 0.85
-"""A key, such as `specrolout`, counts as a misspelling of `specrollout` if `difflib` says they are at least this similar."""
+"""Similarity by `difflib` from which on a key, such as `specrolout`, counts as a misspelling of `specrollout`."""
 _LONG_NAME = re.compile(r"spec[a-z]*roll")
 """Pattern for longer forms of the name `specrollout`, such as `speculative_rollout` and `nemo_specrollout`."""
 _COMMON_KEYS = {"enabled", "num_speculative_tokens", "budget", "verify"}

@@ -21,8 +21,9 @@ _OF_A_CHECKPOINT = ("config.json", "model.safetensors", "model.safetensors.index
 def shared_secret(addresses: Iterable[str]) -> bytes:
     """Returns the key that protects messages to remote drafters at `addresses`.
 
-    It is made from the secret in the environment variable NEMO_SPECROLLOUT_SECRET. The secret may be missing if only this
-    machine can reach the addresses. Otherwise raises ConfigError if it is missing or has fewer than 16 characters.
+    The key is made from the secret in the environment variable NEMO_SPECROLLOUT_SECRET. If other machines can reach one of the
+    addresses, raises ConfigError unless the secret has at least 16 characters. If only this machine can reach them, any secret
+    will do, and without a secret the key is empty.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < _SHORTEST_SECRET and not all(map(is_loopback, addresses)):

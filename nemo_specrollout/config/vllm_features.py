@@ -13,7 +13,7 @@ from nemo_specrollout.installed.versions import VLLM_RANGE, version_numbers
 
 Version = tuple[int, ...]
 ALWAYS: Version = VLLM_RANGE[0]
-"""The oldest version of vLLM that this package supports. A feature since this version works with every supported version."""
+"""The oldest version of vLLM that this package supports. A feature with this version as `since` works with all of them."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,10 @@ AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
 FARTHEST = 16
 """Largest number of tokens by which the alignment of a path with its request may be shifted in one engine step."""
 ENOUGH = 4
-"""Decides when the alignment of a path with its request is shifted. Let n be the number of the request's latest tokens that
-agree with the path in a row. The shift is made if n at the new position is at least 2 * n at the present position plus this
-number."""
+"""Number of agreeing tokens that a new position in a path must have in addition, so that the request goes on from there.
+
+Let n be the number of the request's latest tokens that agree with the path in a row. The request changes to the new position
+if n there is at least this number plus twice the n of the present position."""
 
 
 class PathTables(NamedTuple):

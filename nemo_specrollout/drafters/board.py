@@ -137,9 +137,9 @@ class BoardShape:
 
 
 class SharedTables(NamedTuple):
-    """The tables that must be equal on all tensor-parallel ranks of an engine.
+    """The three tables that must be equal on all tensor-parallel ranks of an engine.
 
-    They are views of one tensor, so that a single broadcast makes them equal.
+    They are views of the tensor `memory`, so that a single broadcast of it makes them equal.
     """
 
     memory: torch.Tensor
@@ -202,9 +202,9 @@ def empty_tables(
 
 
 def faded(learned_X2: np.ndarray) -> np.ndarray:
-    """Returns float32 copies of pairs of sums, in which no second sum exceeds `KEPT_WEIGHT`.
+    """Returns a float32 copy of pairs of sums. A pair whose second sum exceeds `KEPT_WEIGHT` is scaled down to it.
 
-    A pair whose second sum is larger is scaled down, and keeps its ratio. So what an earlier start has learned counts little.
+    The ratio of both sums stays the same. So what an earlier start has learned counts little.
     """
     scaled_X2: np.ndarray = learned_X2 * (KEPT_WEIGHT / np.maximum(learned_X2[..., 1:], KEPT_WEIGHT))
     return scaled_X2.astype(np.float32)

@@ -69,7 +69,7 @@ OWN = -1 << 21
 COUNT_MASK = (1 << 32) - 1
 """Mask of the bits of a candidate that hold its count."""
 MAX_COUNT = 16
-"""When a count reaches this number, all counts of the context are halved."""
+"""Count at which all counts of a context are halved."""
 MAX_LISTED = 1 << 14
 """Largest number of tokens that an index learns in an engine step, over all texts together. Further tokens wait for the next
 engine step (`unread.py`)."""

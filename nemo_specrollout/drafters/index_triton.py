@@ -164,8 +164,9 @@ def list_contexts(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Lists the new tokens of one text, each with the keys of the contexts before it, so that `learn_listed` can count them.
 
-    This program lists the blocks part, part + num_parts, and so on, of the new tokens of entry `row` of the batch. The texts
-    of all entries are listed one after another, up to `MAX_LISTED` tokens. A token below 0 gets no contexts.
+    The text is that of entry `row` of the batch. Of the blocks of its new tokens, this program lists those with the numbers
+    part, part + num_parts, and so on. The texts of all entries are listed one after another, up to `MAX_LISTED` tokens. A
+    token below 0 gets no contexts.
     """
     slot, has_slot, start, _, num = _num_new(index, texts, row, True, num_slots, longest, max_new)
     is_last = (row == num_rows - 1) & (part == 0)

@@ -36,13 +36,15 @@ JUDGED_STEPS = 8
 and the other is whether to try engine steps beyond the CUDA graphs. A try of a dormant drafter takes at most this number of
 steps."""
 LOOK_SHARE = 0.004
-"""Share of the engine's time that may be spent on looks, which are tries of a dormant drafter with weights. When the batch
-changes, a look at drafters without weights may take the same share of the mean time of a request."""
+"""Share of the engine's time that may be spent on looks, which are tries of a dormant drafter with weights.
+
+Drafters without weights are also looked at when the batch changes, if such a look takes at most this share of the mean time
+that a request takes."""
 REST_SHARE = 0.001
 """Share of the engine's time that may be spent on tries of resting drafters without weights. The same share may be spent in
 addition on tries of engine steps beyond the CUDA graphs."""
 PATIENCE = 4
-"""Drafters without weights rest after this number of engine steps in a row in which their drafts saved no time."""
+"""Number of engine steps in a row without saved time, after which drafters without weights rest."""
 
 
 class SpeculationPolicy(ABC):
@@ -150,7 +152,7 @@ class LookClock:
         self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
 
     def pays(self, cost_s: float, keeps: bool = False) -> bool:
-        """Returns whether the savings pay for a look of `cost_s` seconds. If they do, its cost is subtracted from them.
+        """Returns whether the savings pay for a look of `cost_s` seconds. If so, subtracts `cost_s` from the savings.
 
         With `keeps`, the savings must also leave enough for another look at the highest cost so far.
         """
