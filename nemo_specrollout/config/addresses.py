@@ -96,10 +96,10 @@ def check_allowed_hosts(path: str, hosts: Sequence[str]) -> None:
 
 
 def network_of(host: str) -> Network | None:
-    """Returns the network that `host` names, as 10.0.0.0/8, or for an IP address the network of this address alone.
+    """Returns `host` as a network if it is a network, such as 10.0.0.0/8, or an IP address. Otherwise returns None.
 
-    Returns None if `host` is neither a network nor an IP address. The zone of an IPv6 address is ignored. An IPv6 address that
-    stands for an IPv4 address is replaced by the IPv4 address.
+    The network of an IP address has only this address. The zone of an IPv6 address is ignored. An IPv6 address that stands for
+    an IPv4 address is replaced by the IPv4 address.
     """
     try:
         if "/" in host:

@@ -66,8 +66,8 @@ class DraftRefreshConfig:
     """The learning rate of AdamW. `null` means 1e-3 for hidden sizes up to 256, and less for larger ones, such as 3e-5 for
     4096. If a trained head is worse than the head in service, the next refresh uses a third of this rate."""
     ttt_steps: int = bounded(5, low=1, high=16)
-    """How many positions ahead the head learns to draft. From the second on, it reads its own hidden states instead of the
-    policy's."""
+    """How many positions ahead the head learns to draft. From the second position on, the head reads its own hidden states
+    instead of the policy's."""
     tokens_per_batch: int | None = bounded(None, low=8)
     """The number of tokens in an optimizer step. `null` means 256 on a CPU and 4096 on a GPU."""
     rollout_capture_share: float = bounded(0.1, above=0.0, high=1.0)
@@ -152,7 +152,7 @@ MOST_STEPS_AHEAD = 4
 MOST_DRAFTS = 256
 """The largest value of `run_ahead.most_drafts`, in draft tokens per request and engine step."""
 DRAFTS_OF_EACH = 32
-"""If all slots of an engine share the room for draft tokens, each request can have at least this number in an engine step.
+"""Number of draft tokens that each request can always have in an engine step, although all slots share the room for them.
 
 It is also the value of `run_ahead.most_drafts: auto` beside a drafter with weights or a remote drafter."""
 ALWAYS_FIT = 64
@@ -160,9 +160,9 @@ ALWAYS_FIT = 64
 
 If `most_drafts` is larger, all slots of an engine share the room for draft tokens."""
 SHARED_ROWS = 1024
-"""Smallest room for draft tokens that the slots of an engine share, in draft tokens of an engine step over all slots.
+"""Least number of draft tokens in an engine step, over all slots, for which slots that share the room have room together.
 
-It is only smaller if all slots together cannot have so many draft tokens."""
+The room is smaller only if `most_drafts` of all slots together is less."""
 
 
 @dataclass(frozen=True)
@@ -421,4 +421,4 @@ class SpecrolloutConfig:
 
 
 OFF = SpecrolloutConfig(enabled=False)
-"""The value that stands for the block of a config that has none."""
+"""The block that is used for a config without the block `specrollout`. It turns this package off."""

@@ -67,7 +67,7 @@ def new_keys(path: Path, overrides: Sequence[str]) -> list[tuple[str, str, list[
     """Returns those overrides that set a key which the config at `path` does not have, except overrides that begin with `+`.
 
     Each is returned as a tuple of three entries. They are the override, the first name in its key that the config lacks, and
-    the names that the config has in its place. Raises ConfigError if an override cannot be read or applied.
+    the names that the config has at the same level. Raises ConfigError if an override cannot be read or applied.
     """
     tree = _load_with_defaults(path, ())
     found = list[tuple[str, str, list[str]]]()

@@ -103,9 +103,10 @@ def block_is_on(tree: Tree) -> bool:
 
 
 def native_drafts(tree: Tree) -> int:
-    """Returns the number of draft tokens per request and engine step in vLLM's `speculative_config`, or 0 if it is off.
+    """Returns the number of draft tokens per request and engine step in vLLM's `speculative_config`.
 
-    It is off if it is absent, or if it has `num_speculative_tokens: 0`, as in NeMo-RL.
+    Returns 0 if the config has no `speculative_config`, or one with `num_speculative_tokens: 0`, with which NeMo-RL drafts
+    nothing.
     """
     config = at(tree, SPECULATIVE_CONFIG)
     is_block = isinstance(config, Mapping) and config

@@ -27,9 +27,9 @@ AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
 FARTHEST = 16
 """Largest number of tokens by which the alignment of a path with its request may be shifted in one engine step."""
 ENOUGH = 4
-"""Number of agreeing tokens that a new position in a path must have in addition, so that the request goes on from there.
+"""Margin, in tokens, by which another position in a path must agree better with a request, so that the request goes on there.
 
-Let n be the number of the request's latest tokens that agree with the path in a row. The request changes to the new position
+Let n be the number of the request's latest tokens that agree with the path in a row. The request changes to the other position
 if n there is at least this number plus twice the n of the present position."""
 
 
@@ -48,8 +48,8 @@ class PathTables(NamedTuple):
     end_SP: torch.Tensor
     """Position after the last token of each path, int64."""
     shift_SP: torch.Tensor
-    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request says the
-    same as the path after more or fewer tokens."""
+    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request goes on
+    like the path, but at an earlier or later position."""
     num_paths_S: torch.Tensor
     """Number of paths of the request in each slot, int32. It is 0 for a request that brings no texts."""
     path_S: torch.Tensor

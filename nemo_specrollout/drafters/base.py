@@ -36,7 +36,7 @@ class RowPrice(NamedTuple):
     context: "float | torch.Tensor" = 0.0
     """Additional price for each token of the request's text, because the row attends to all of them."""
     mean: "float | torch.Tensor" = 0.0
-    """Price of a row of a request whose text has the batch's mean length. It is the sum of both parts."""
+    """Price of a row of a request whose text has the batch's mean length, which is `row` plus this length times `context`."""
 
 
 NO_PRICE = RowPrice()
@@ -86,7 +86,7 @@ FACTOR_WEIGHT_DECAY = 0.998
 """Factor by which each engine step lowers the sums in `Tables.factor_weight_D2`. These sums tell how well the factors of
 requests have predicted right drafts."""
 PRIOR_STRENGTH = 4.0
-"""Number of observed draft tokens for which an assumed acceptance rate counts."""
+"""Weight of an assumed acceptance rate, in observed draft tokens."""
 MAX_RATE = 0.99
 """Upper bound of the acceptance rate that is estimated for a draft token."""
 MIN_WORTH_SHARE = 1e-3

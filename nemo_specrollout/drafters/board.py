@@ -36,8 +36,8 @@ from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 ALIGNMENT = 256
 """Alignment in bytes of each table within the memory of `SharedTables`. It is torch's alignment of a tensor on a GPU."""
 KEPT_WEIGHT = 64.0
-"""Largest number of draft tokens that the evidence of an earlier start counts for. It is small, so that new evidence soon
-outweighs the old one and the board notices if the policy has changed."""
+"""Largest weight of the evidence of an earlier start, in draft tokens. It is small, so that new evidence soon outweighs the
+old evidence, and the board notices if the policy has changed."""
 
 
 class Tables(NamedTuple):
@@ -202,9 +202,10 @@ def empty_tables(
 
 
 def faded(learned_X2: np.ndarray) -> np.ndarray:
-    """Returns a float32 copy of pairs of sums. A pair whose second sum exceeds `KEPT_WEIGHT` is scaled down to it.
+    """Returns a float32 copy of pairs of sums, in which the second sum of each pair is at most `KEPT_WEIGHT`.
 
-    The ratio of both sums stays the same. So what an earlier start has learned counts little.
+    If the second sum is larger, both sums of the pair are scaled down alike. So what an earlier start has learned counts
+    little.
     """
     scaled_X2: np.ndarray = learned_X2 * (KEPT_WEIGHT / np.maximum(learned_X2[..., 1:], KEPT_WEIGHT))
     return scaled_X2.astype(np.float32)

@@ -43,7 +43,7 @@ class Participant:
     def ended(self, slots: Sequence[int]) -> None:
         """Notes that the requests in `slots` have ended, before `close` is called for them.
 
-        It is not called for a request that is only preempted.
+        This method is not called for a request that is only preempted.
         """
 
     def close(self, slots: Sequence[int]) -> None:

@@ -48,10 +48,10 @@ class UnreadTokens:
         self._is_any_behind = True
 
     def read(self, slots_B: np.ndarray, most_sampled: int) -> int:
-        """Notes an engine step in which the index reads the texts. Returns the most unread tokens that any text can have.
+        """Notes an engine step in which the index reads the texts. Returns the most tokens that it has to read of any text.
 
-        The launch that reads the texts needs this number. Each request has sampled at most `most_sampled` tokens in this
-        engine step. `slots_B` are the request slots in the order in which the index reads the texts.
+        This is an upper bound, which the launch that reads the texts needs. Each request has sampled at most `most_sampled`
+        tokens in this engine step. `slots_B` are the request slots in the order in which the index reads the texts.
         """
         if not self._is_any_behind and len(slots_B) * most_sampled <= MAX_LISTED:
             return most_sampled

@@ -18,7 +18,7 @@ from nemo_specrollout.speculation.decision import survival_of
 MEMORY = 0.98
 """Factor by which each engine step reduces the weight of what was learned before."""
 PRIOR_REQUESTS = 4.0
-"""Number of new requests for which everything counts that was learned earlier about the first drafts of new requests."""
+"""Weight of what was learned earlier about the first drafts of new requests, in new requests."""
 
 
 class Kind(IntEnum):

@@ -25,8 +25,9 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 ENOUGH = 64
-"""A look, which is a try of a dormant drafter with weights, ends at the latest when it has drafted for this number of
-requests, summed over engine steps. Then its acceptance rates are known well enough to make it dormant again."""
+"""Number of requests, summed over engine steps, after which a look ends at the latest. Such a look is a try of a dormant
+drafter with weights. When it has drafted for so many requests, its acceptance rates are known well enough to make it dormant
+again."""
 PLANNED_STEPS = 4
 """Number of engine steps for which a planned drafting depth holds. The depth is planned again earlier if the batch has
 changed, and in every step while the acceptance rates of the drafter with weights are not well known. A look at engine steps

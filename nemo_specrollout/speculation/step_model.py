@@ -107,7 +107,7 @@ class StepCosts(NamedTuple):
     context_s: float = 0.0
     """Seconds that a step takes for each token of each request's context, however many rows the request has."""
     draft_context_s: float = 0.0
-    """Further seconds for each token of a request's context and each draft of the request."""
+    """Further seconds that each draft of a request takes for each token of the request's context."""
     context: float = 0.0
     """Mean context length, in tokens, of the requests in the steps that are predicted."""
 
@@ -136,7 +136,7 @@ class StepCosts(NamedTuple):
         return np.maximum(rows_s_N, self.seconds_R[min(num_requests, len(self.seconds_R) - 1)]) + others_s
 
     def most_drafts(self, num_requests: int) -> int:
-        """Returns with how many drafts at most the seconds of an engine step of `num_requests` requests are known."""
+        """Returns the largest number of drafts for which the seconds of a step of `num_requests` requests are known."""
         return max(len(self.seconds_R) - 1 - num_requests, 0)
 
     @property
