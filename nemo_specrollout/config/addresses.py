@@ -41,7 +41,7 @@ def split_address(address: str) -> tuple[str, int]:
 def is_host_name(text: str) -> bool:
     """Tells whether `text` can be the name of a machine.
 
-    If the part after the last dot is a number, it cannot, because programs read such a text as an IPv4 address.
+    The answer is False if the part after the last dot is a number, because programs read such a text as an IPv4 address.
     """
     return _NAME.fullmatch(text) is not None and not text.rpartition(".")[2].isdecimal()
 
@@ -96,10 +96,10 @@ def check_allowed_hosts(path: str, hosts: Sequence[str]) -> None:
 
 
 def network_of(host: str) -> Network | None:
-    """Returns the network of `host`, which is a network or an IP address, or None if `host` is neither.
+    """Returns `host` as a network if it is a network, such as 10.0.0.0/8, or an IP address. Otherwise returns None.
 
     The network of an IP address has only this address. The zone of an IPv6 address is ignored. An IPv6 address that stands for
-    an IPv4 address is replaced by it.
+    an IPv4 address is replaced by the IPv4 address.
     """
     try:
         if "/" in host:

@@ -66,8 +66,8 @@ class DraftRefreshConfig:
     """The learning rate of AdamW. `null` means 1e-3 for hidden sizes up to 256, and less for larger ones, such as 3e-5 for
     4096. If a trained head is worse than the head in service, the next refresh uses a third of this rate."""
     ttt_steps: int = bounded(5, low=1, high=16)
-    """How many positions ahead the head learns to draft. From the second on, it reads its own hidden states instead of the
-    policy's."""
+    """How many positions ahead the head learns to draft. From the second position on, the head reads its own hidden states
+    instead of the policy's."""
     tokens_per_batch: int | None = bounded(None, low=8)
     """The number of tokens in an optimizer step. `null` means 256 on a CPU and 4096 on a GPU."""
     rollout_capture_share: float = bounded(0.1, above=0.0, high=1.0)
@@ -111,8 +111,8 @@ class FastestOfNConfig:
     are repeated. With an empty list, every engine has all drafters."""
     ladder: str | None = None
     """A file with decode speeds that engines expect at first. It is the `ladder.json` of an earlier run, or a file that
-    `specrollout-lab ladder` wrote. With `null`, they are those that an earlier start of the run has saved
-    (`learned.warm_start`), if any."""
+    `specrollout-lab ladder` wrote. With `null`, engines expect the decode speeds that an earlier start of the run has saved,
+    if there are any (`learned.warm_start`)."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow requests neither to move nor to be raced."""
@@ -129,8 +129,8 @@ class BudgetConfig:
     """Options of `budget`, which decides how many draft tokens a request gets in an engine step."""
 
     policy: str = choice(*BUDGET_POLICIES, default="auto")
-    """How the number of draft tokens is chosen. `auto` drafts as many as make the engine fastest by the measured times of
-    engine steps. `fixed` always drafts `k`."""
+    """How the number of draft tokens is chosen. `auto` chooses the number with which the engine is fastest, by the measured
+    times of engine steps. `fixed` always drafts `k`."""
     k: int = bounded(3, low=0, high=64)
     """The number of draft tokens of each request in an engine step, for `policy: fixed`."""
     margin: float = bounded(0.03, low=0.0, high=1.0)
@@ -143,8 +143,8 @@ class VerifyConfig:
     """Options of `verify`, which decodes some requests of each RL step again without drafts, and compares the tokens."""
 
     requests_per_step: int = bounded(0, low=0)
-    """The number of requests of each RL step that are decoded again without drafts. Only local runs do this. It has no effect
-    in NeMo-RL. 0 turns it off."""
+    """The number of requests of each RL step that are decoded again without drafts. With 0, none is. Only local runs do this.
+    In NeMo-RL the number has no effect."""
 
 
 MOST_STEPS_AHEAD = 4
@@ -152,11 +152,17 @@ MOST_STEPS_AHEAD = 4
 MOST_DRAFTS = 256
 """The largest value of `run_ahead.most_drafts`, in draft tokens per request and engine step."""
 DRAFTS_OF_EACH = 32
-"""Number of draft tokens for which each request has room in an engine step if all slots of the engine are taken."""
+"""Number of draft tokens that each request can always have in an engine step, although all slots share the room for them.
+
+It is also the value of `run_ahead.most_drafts: auto` beside a drafter with weights or a remote drafter."""
 ALWAYS_FIT = 64
-"""If `most_drafts` is at most this, each slot of an engine has room for that many. Otherwise the slots share the room."""
+"""Largest value of `SpecrolloutConfig.most_drafts` with which each slot has room of its own for as many draft tokens.
+
+If `most_drafts` is larger, all slots of an engine share the room for draft tokens."""
 SHARED_ROWS = 1024
-"""Least number of draft tokens, over all slots, for which an engine step has room if the slots share the room."""
+"""Least number of draft tokens in an engine step, over all slots, for which slots that share the room have room together.
+
+The room is smaller only if `most_drafts` of all slots together is less."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +331,10 @@ class SpecrolloutConfig:
 
     @property
     def drafters_of_engines(self) -> tuple[tuple[DrafterConfig, ...], ...]:
-        """The drafters of each kind of engine, as `fastest_of_n.methods` lists them. By default, one kind has all drafters."""
+        """The drafters of each kind of engine. There is one kind for each entry of `fastest_of_n.methods`.
+
+        Without entries there is one kind, which has all drafters.
+        """
         methods = () if self.fastest_of_n is None or not self.fastest_of_n.enabled else self.fastest_of_n.methods
         return tuple(tuple(d for d in self.drafters if d.type in types) for types in methods) or (self.drafters,)
 
@@ -382,9 +391,10 @@ class SpecrolloutConfig:
         )
 
     def _check_methods(self, path: str, types: list[str]) -> None:
-        """Raises ConfigError if `fastest_of_n.methods` names a drafter that is not in `types`, or leaves out one of `types`.
+        """Raises ConfigError if `fastest_of_n.methods` does not fit the block. `path` is the path of `fastest_of_n`.
 
-        Also raises it if requests may only be raced, but all engines have the same drafters. `path` is that of `fastest_of_n`.
+        `types` are the types of the block's drafters. It is an error if `methods` names another drafter, or leaves out one of
+        them. It is also an error if requests may only be raced, but all engines have the same drafters.
         """
         fastest = self.fastest_of_n
         if fastest is None:
@@ -411,4 +421,4 @@ class SpecrolloutConfig:
 
 
 OFF = SpecrolloutConfig(enabled=False)
-"""The value that stands for the block of a config that has none."""
+"""The block that is used for a config without the block `specrollout`. It turns this package off."""

@@ -16,7 +16,7 @@ Keys = tuple[str, ...]
 _PLACE = tuple(BLOCK_PATH.split("."))
 _NAME = _PLACE[-1]
 _ALIKE = 0.85
-"""A key, such as `specrolout`, counts as a misspelling of `specrollout` if `difflib` says they are at least this similar."""
+"""Similarity by `difflib` from which on a key, such as `specrolout`, counts as a misspelling of `specrollout`."""
 _LONG_NAME = re.compile(r"spec[a-z]*roll")
 """Pattern for longer forms of the name `specrollout`, such as `speculative_rollout` and `nemo_specrollout`."""
 _COMMON_KEYS = {"enabled", "num_speculative_tokens", "budget", "verify"}
@@ -52,10 +52,9 @@ def _parts_without_value(block: Any) -> Iterator[Finding]:
 
 
 def _misplaced(node: Any, path: str = "", keys: Keys = ()) -> Iterator[tuple[str, Keys]]:
-    """Yields the places of keys that look like the block `specrollout` or a part of it, but are not where it belongs.
+    """Yields the place of each key below `node` that looks like the block `specrollout` or a part of it, but is misplaced.
 
-    A place is the path in dotted form, and the same path as a tuple of keys. `path` and `keys` are the place of `node`, below
-    which the function looks.
+    A place is a pair of a path in dotted form and the same path as a tuple of keys. `path` and `keys` are the place of `node`.
     """
     if isinstance(node, list):
         for index, item in enumerate(node):

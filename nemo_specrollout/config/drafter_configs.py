@@ -21,8 +21,9 @@ _OF_A_CHECKPOINT = ("config.json", "model.safetensors", "model.safetensors.index
 def shared_secret(addresses: Iterable[str]) -> bytes:
     """Returns the key that protects messages to remote drafters at `addresses`.
 
-    It is made from the secret in the environment variable NEMO_SPECROLLOUT_SECRET. The secret may be missing if only this
-    machine can reach the addresses. Otherwise raises ConfigError if it is missing or has fewer than 16 characters.
+    The key is made from the secret in the environment variable NEMO_SPECROLLOUT_SECRET. If other machines can reach one of the
+    addresses, raises ConfigError unless the secret has at least 16 characters. If only this machine can reach them, any secret
+    will do, and without a secret the key is empty.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < _SHORTEST_SECRET and not all(map(is_loopback, addresses)):
@@ -77,11 +78,12 @@ class LookupDrafterConfig(TextDrafterConfig):
     """Base class of the options of drafters that find a request's last tokens in a text, and draft what follows them there."""
 
     max_order: int = bounded(6, low=2, high=16)
-    """How many of a request's last tokens the drafter looks up at most. They are called a context."""
+    """The most tokens at the end of a request's text that the drafter looks up. The tokens that it looks up are called a
+    context."""
     num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
     """How many contexts the drafter's index remembers. It must be a power of two. Each context takes 40 bytes. If the index is
-    full, it forgets the contexts that were used least. `null` derives the number from the number and length of the requests,
-    so that the index takes at most 640 MiB."""
+    full, it forgets the contexts that were used least. With `null`, the index is large enough for requests of full length
+    in all slots, but takes at most 640 MiB."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""
@@ -111,7 +113,8 @@ class NgramDrafterConfig(LookupDrafterConfig):
 class HistoryDrafterConfig(LookupDrafterConfig):
     """`history`: finds a request's last tokens in finished responses to the same prompt, and drafts what followed them there.
 
-    The responses are from all engines and earlier starts. If `learned.history` is on, a block with `suffix` gets this drafter.
+    The responses are from all engines and earlier starts. If `learned.history` is on, this drafter is added to each block that
+    names `suffix`.
     """
 
     type: str = choice("history", default="history")
@@ -207,8 +210,8 @@ class RemoteDrafterConfig(DrafterConfig):
     """The number of GPUs of each drafter that NeMo-RL starts. They come on top of the GPUs that `cluster` counts. With 0.5 two
     drafters share one GPU, and with 0 they run on a CPU."""
     most_ahead: int = bounded(24, low=1, high=64)
-    """The most draft tokens that a drafter may draft beyond the text that the policy has sampled. If it is less than twice
-    `num_speculative_tokens`, drafters have to wait."""
+    """The most draft tokens that a drafter may draft beyond the text that the policy has sampled. If this is less than twice
+    `num_speculative_tokens`, drafters have to wait for the policy's tokens."""
     max_requests: int = bounded(256, low=1, high=4096)
     """The most requests, of all engines together, that one drafter process serves at the same time."""
     allowed_hosts: tuple[str, ...] = ()

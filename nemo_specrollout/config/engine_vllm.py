@@ -40,10 +40,10 @@ def vllm_here() -> EngineVllm:
 def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> EngineVllm:
     """Returns the vLLM that the engines of a config will have. `variables` are the environment variables of the run.
 
-    In most runs, it is the vLLM in the environment that NeMo-RL has made for its engines. If NeMo-RL has not made it yet, it
-    is the version in NeMo-RL's `uv.lock`, from which it will be made. In a local run, or if there is no checkout of NeMo-RL,
-    it is the vLLM of this Python. The same holds with `NEMO_RL_PY_EXECUTABLES_SYSTEM=1`, because NeMo-RL then uses one Python
-    for all processes.
+    In most runs, this is the vLLM in the Python environment that NeMo-RL has made for its engines. If NeMo-RL has not made the
+    environment yet, this is the vLLM in NeMo-RL's `uv.lock`, because the environment will be made from that file. In a local
+    run, or if there is no checkout of NeMo-RL, this is the vLLM of this Python. The same holds with
+    `NEMO_RL_PY_EXECUTABLES_SYSTEM=1`, because NeMo-RL then uses one Python for all processes.
     """
     here = vllm_version()
     checkout = nemo_rl_checkout() if runtime_of(tree) == "nemo_rl" else None

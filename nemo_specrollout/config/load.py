@@ -66,8 +66,8 @@ def resolve_config(tree: DictConfig, path: Path, overrides: Sequence[str] = ()) 
 def new_keys(path: Path, overrides: Sequence[str]) -> list[tuple[str, str, list[str]]]:
     """Returns those overrides that set a key which the config at `path` does not have, except overrides that begin with `+`.
 
-    Each entry is a tuple of the override, the first name in its key that is missing, and the names that the config has in the
-    same block. Raises ConfigError if an override cannot be read or applied.
+    Each is returned as a tuple of three entries. They are the override, the first name in its key that the config lacks, and
+    the names that the config has at the same level. Raises ConfigError if an override cannot be read or applied.
     """
     tree = _load_with_defaults(path, ())
     found = list[tuple[str, str, list[str]]]()

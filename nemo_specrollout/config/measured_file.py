@@ -48,9 +48,10 @@ class MeasuredFile:
 
 
 def check_columns(path: str, **columns: Sequence[float]) -> None:
-    """Raises ConfigError if columns of a measured table differ in length or are empty, or if the first does not increase.
+    """Raises ConfigError if the columns of a measured table differ in length or are empty.
 
-    `path` is the field that has the columns.
+    Also raises it if the numbers in the first column do not increase from each to the next. `path` is the field that has the
+    columns.
     """
     first, values = next(iter(columns.items()))
     if not values or len({len(column) for column in columns.values()}) > 1:

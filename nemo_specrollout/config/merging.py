@@ -34,8 +34,9 @@ TypeError is not among them. It is caught separately, because after a failed mer
 def merged(below: DictConfig, above: DictConfig, where: str, other_fix: str = "") -> DictConfig:
     """Merges the config `above` into the config `below`, and returns the result.
 
-    Raises ConfigError if a key is a block of keys in one config and a list in the other, or if a value cannot be read. The
-    message begins with `where`. In the first case it ends with `other_fix`.
+    Neither argument is changed. Raises ConfigError, whose message begins with `where`, in two cases. In the first, a key is a
+    block of keys in one config and a list in the other, and the message ends with `other_fix`. In the second, a value cannot
+    be read.
     """
     try:
         return OmegaConf.merge(below, above)  # type: ignore[return-value]
@@ -49,7 +50,7 @@ def merged(below: DictConfig, above: DictConfig, where: str, other_fix: str = ""
 def clash(below: Any, above: Any, path: str = "") -> str:
     """Returns a sentence about the first key that is a block of keys in one config and a list in the other, or "" if none is.
 
-    `path` is the key in the whole config at which `below` and `above` are.
+    `below` and `above` may be parts of two whole configs. Then `path` is the key of these parts in the whole configs.
     """
     if isinstance(below, dict) and isinstance(above, dict):
         inner = (clash(below[key], value, join(path, key)) for key, value in above.items() if key in below)

@@ -34,7 +34,7 @@ It has a name, the texts `drafts`, `tested` and `older`, and patterns for the co
 
 @cache
 def _tables() -> dict[str, list[Row]]:
-    """Returns the rows of each table in `model_families.yaml`, by the table's name, `families` or `options`."""
+    """Returns the two tables of `model_families.yaml` under the keys `families` and `options`, each as a list of rows."""
     return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_suffix(".yaml")))  # type: ignore[return-value]
 
 
@@ -77,9 +77,9 @@ def row_in_words(row: Row, version: str | None) -> str:
 
 
 def _fields(row: Row) -> Iterable[tuple[str, str]]:
-    """Returns the places of a config that can turn on the option of `row`, as pairs of a path and the beginning of a value.
+    """Returns the settings that turn on the option of `row`, as pairs of a path in the config and the beginning of a value.
 
-    The option is on if the value at the path begins like this.
+    The option is on if the value at one of the paths begins like this.
     """
     return row.get("fields", {}).items()
 
@@ -109,7 +109,7 @@ def recurrent_layers(config: Mapping[str, Any]) -> str | None:
 
 
 def _blocks(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields a config.json, and if its model has several modalities, the block in it about the language model."""
+    """Yields a config.json. If its model has several modalities, also yields its block about the language model."""
     yield config
     for name in _INNER:
         if isinstance(inner := config.get(name), Mapping):

@@ -101,7 +101,10 @@ def _loading(model: _Model, policy: Path) -> Iterator[Finding]:
 
 
 def _layer_config(folder: Path) -> Mapping[str, Any]:
-    """Returns the block of a folder's config.json that has the sizes of the language model, or of a draft head's layers."""
+    """Returns the block with the sizes of the model's layers, from the config.json in `folder`.
+
+    For a draft head it is the block of the head's layers, and for other models the block of the language model.
+    """
     config = read_object(folder / "config.json")
     inner = config.get("transformer_layer_config")
     return inner if isinstance(inner, Mapping) else text_config(config)

@@ -196,7 +196,10 @@ def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Find
 
 
 def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if NeMo-RL cannot start engines with their version of vLLM as long as the block is off."""
+    """Yields a warning if NeMo-RL alone cannot start engines with the vLLM that they will have.
+
+    This only matters if the block `specrollout` is off.
+    """
     if at(tree, "policy.generation.backend") != "vllm":
         return
     vllm = engine_vllm(tree)
@@ -216,7 +219,10 @@ def _has(*paths: str) -> Callable[[Tree], bool]:
 
 
 def _is_multimodal(tree: Tree) -> bool:
-    """Tells whether a GRPO config has prompts with images, video or audio, whose data processor's name begins with `vlm`."""
+    """Tells whether a config runs GRPO on prompts with images, video or audio.
+
+    The name of a data processor for such prompts begins with `vlm`.
+    """
     return _has("grpo")(tree) and any(str(name).startswith("vlm") for name in values_of(tree.get("data"), "processor"))
 
 

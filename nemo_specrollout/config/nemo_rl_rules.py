@@ -47,14 +47,17 @@ def trainer_findings(tree: Tree) -> Iterator[Finding]:
 
 
 def _has_unseeded_clients(tree: Tree) -> bool:
-    """Tells whether an engine's HTTP server may get and accept requests without a seed. NeMo-Gym's requests have seeds."""
+    """Tells whether an engine's HTTP server may get requests without a seed and would accept them.
+
+    With NeMo-Gym the answer is False, because its requests have seeds.
+    """
     return not at(tree, "env.should_use_nemo_gym") and at(tree, f"{BLOCK_PATH}.http_seeds") != "required"
 
 
 def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
-    """Returns a function that tells whether a value is wrong for a size.
+    """Returns a function that returns True for a value that is not allowed for a size.
 
-    Right values are whole numbers of at least `low`, the numbers in `others`, and None, which means that the size is not set.
+    The allowed values are integers from `low` on, the numbers in `others`, and None, which means that the size is not set.
     """
 
     def trips(value: Any) -> bool:
@@ -65,7 +68,10 @@ def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
 
 
 def _no_share(value: Any) -> bool:
-    """Tells whether a value is wrong for a share. Right values are numbers above 0 and up to 1, and None if it is not set."""
+    """Returns True for a value that is not allowed for a share.
+
+    The allowed values are numbers above 0 and up to 1, and None, which means that the share is not set.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value is not None and not (is_number and 0 < value <= 1)
 
@@ -293,7 +299,11 @@ def _parallelism(tree: Tree) -> Iterator[Finding]:
 
 
 def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
-    """Returns the error about a feature with which an engine may pause, though expert parallelism runs engines in lockstep."""
+    """Returns the error about a `feature` that lets an engine pause, which expert parallelism forbids.
+
+    vLLM steps engines with expert parallelism in lockstep, so an engine that pauses would hold up the others. `tensor` and
+    `expert` are the parallel sizes.
+    """
     text = (
         f"{expert} with tensor_parallel_size {tensor} and {feature}; vLLM steps such engines in lockstep, so an engine that "
         f"pauses would hold up the others: {fix}"

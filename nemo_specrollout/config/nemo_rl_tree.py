@@ -103,9 +103,10 @@ def block_is_on(tree: Tree) -> bool:
 
 
 def native_drafts(tree: Tree) -> int:
-    """Returns the number of draft tokens per request and engine step in vLLM's `speculative_config`, or 0 if it is off.
+    """Returns the number of draft tokens per request and engine step in vLLM's `speculative_config`.
 
-    It is off if it is absent, or if it has `num_speculative_tokens: 0`, as in NeMo-RL.
+    Returns 0 if the config has no `speculative_config`, or one with `num_speculative_tokens: 0`, with which NeMo-RL drafts
+    nothing.
     """
     config = at(tree, SPECULATIVE_CONFIG)
     is_block = isinstance(config, Mapping) and config
@@ -139,10 +140,10 @@ def asynchronous_block(tree: Tree) -> str | None:
 
 
 def stale_kv_field(tree: Tree) -> str | None:
-    """Tells whether running requests keep the KV cache of older weights when the weights change.
+    """Returns the field that must be set to true so that running requests get a new KV cache when the weights change.
 
-    If they do, returns the path of the field that must be true so that the KV cache is computed again. Returns None if the
-    field is true, or if weights do not change while requests run.
+    Until it is true, they keep the KV cache of the older weights. The result is the path of the field. It is None if the field
+    is already true, or if weights never change while requests run.
     """
     block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
     is_in_flight = block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates"))

@@ -36,7 +36,7 @@ class Override:
     key: str
     """The key that is changed, as names that are separated by dots."""
     value: Any
-    """The new value. For the kind `~`, it is the value that the key must have so far, or None for any value."""
+    """The new value. The kind `~` removes a key, and then this is the value that the key must have, or None for any value."""
 
     @property
     def where(self) -> str:

@@ -195,9 +195,9 @@ def _indivisible(tree: Tree, path: str, names: Sequence[str], gpus: int) -> Iter
 
 
 def _architectures(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if the variable TORCH_CUDA_ARCH_LIST is missing, without which no Megatron policy starts.
+    """Yields a warning if a Megatron policy needs the environment variable TORCH_CUDA_ARCH_LIST and it is missing.
 
-    It does so only if NeMo-RL is installed here, because only then does the run start in this environment.
+    There is no warning if NeMo-RL is not installed here, because then the run starts in another environment.
     """
     if at(tree, "policy.megatron_cfg.enabled") and can_run_nemo_rl() and not os.environ.get(_ARCHITECTURES):
         text = (
@@ -212,9 +212,9 @@ class _Service:
 
     block: str
     key: str
-    """Environment variable with the login key."""
+    """Name of the environment variable with the login key."""
     mode: str
-    """Environment variable with the service's mode, such as `offline`."""
+    """Name of the environment variable with the service's mode, such as `offline`."""
     without_key: tuple[str, ...]
     """Modes in which the service needs no key."""
     files: tuple[str, ...]

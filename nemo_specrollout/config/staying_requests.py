@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds settings with which a request must stay in its engine, although `fastest_of_n` lets requests move to other engines.
 
-When a request moves, the other engine continues it with the text so far as its prompt. It makes the same tokens only if
-nothing depends on where the prompt ends. This module finds settings of a run that depend on it. The function `is_portable` in
-generation/engine/vllm_requests.py finds such parameters of a single request.
+When a request moves, the other engine gets its prompt and response so far as one prompt. So the other engine makes the same
+tokens only if nothing depends on where the prompt ends. This module finds settings of a run with which something depends on
+that. The function `is_portable` in generation/engine/vllm_requests.py finds such parameters of a single request.
 """
 
 import json
@@ -91,6 +91,10 @@ def _some_stay(tree: Tree) -> Iterator[Finding]:
 
 
 def _is_used(tree: Tree, environment: str) -> bool:
-    """Tells whether a data set of the run uses an environment, because NeMo-RL's base configs also describe unused ones."""
+    """Tells whether a data set of the run uses an environment.
+
+    The block `env` does not tell this, because NeMo-RL's base configs also describe environments that a run does not use. If
+    no data set names its environment, the answer is True for all environments.
+    """
     named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
     return environment in named or not any(named)

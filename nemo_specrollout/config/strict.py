@@ -39,7 +39,8 @@ def raise_first_mistake(path: str, *mistakes: tuple[object, str, str]) -> None:
 def nearest(name: str, known: Iterable[str], most_listed: int = 20) -> str:
     """Returns a hint for a message about an unknown name, such as "; did you mean 'x'?".
 
-    If no known name resembles `name`, the hint lists all known names. If there are more than `most_listed`, the hint is empty.
+    If no known name resembles `name`, the hint lists all known names. But it is empty if there are more than `most_listed` of
+    them.
     """
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
@@ -135,8 +136,8 @@ def build(cls: type[T], values: Any, path: str) -> T:
 def build_tagged(variants: Mapping[str, type[T]], values: Any, path: str) -> T:
     """Returns an instance of the dataclass in `variants` that the key `type` of the block `values` names.
 
-    A key that only other variants have is ignored if it has its default value. With another value it is an error. Raises the
-    same errors as `build`.
+    `values` may have a key that only another variant has, but only with the default value that it has there. Such a key is
+    ignored. Raises ConfigError if it has another value, and in the same cases as `build`.
     """
     _check_keys(values, {name for cls in variants.values() for name in _fields(cls)}, path)
     if "type" not in values:

@@ -27,7 +27,7 @@ class V2Lack:
     lack: str
     """Verb phrase that says what the older V2 model runner cannot do. Words in quotation marks are those of vLLM's error."""
     values: tuple[str, ...] = ()
-    """Values that are refused. If there are none, all values are refused except null, false, 1 and empty ones."""
+    """Values of the option that are refused. The empty tuple means all values except null, false, 1 and empty ones."""
     fix: str = "remove it"
 
     def field_in(self, tree: Tree) -> str | None:
@@ -64,7 +64,9 @@ V2_LACKS = (
         "set processed_logprobs",
     ),
 )
-"""The options that a config of NeMo-RL can set, except those that `nemo_rl_rules.py` refuses with every version of vLLM."""
+"""The options that the V2 model runner of an older version refuses and that a config of NeMo-RL can set.
+
+Options that `nemo_rl_rules.py` refuses with every version of vLLM are left out."""
 
 
 def v2_lacks(tree: Tree, version: str | None) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from nemo_specrollout.installed.versions import VLLM_RANGE, version_numbers
 
 Version = tuple[int, ...]
 ALWAYS: Version = VLLM_RANGE[0]
-"""The oldest version of vLLM that this package supports. A feature since this version works with every supported version."""
+"""The oldest version of vLLM that this package supports. A feature with this version as `since` works with all of them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class VllmFeature:
     """Types of drafters that a run cannot have with a version before `since`."""
 
     def is_in(self, version: str) -> bool:
-        """Tells whether the feature works with a version of vLLM. If the version does not begin with numbers, it does."""
+        """Tells whether the feature works with a version of vLLM.
+
+        The answer is True for a version that does not begin with numbers.
+        """
         numbers = version_numbers(version)
         return numbers is None or numbers >= self.since
 
@@ -48,7 +51,10 @@ FEATURES = (DEVICE_CHOICE, DRAFT_MODEL)
 
 
 def refusals(block: SpecrolloutConfig, version: str) -> Iterator[str]:
-    """Yields a sentence for each drafter of the block that a version of vLLM cannot run. It names field, value and fix."""
+    """Yields a sentence for each drafter of the block that a version of vLLM cannot run.
+
+    The sentence names the field, its value and what to write instead.
+    """
     for i, drafter in enumerate(block.drafters if block.enabled else ()):
         for feature in FEATURES:
             if drafter.type in feature.drafters and not feature.is_in(version):

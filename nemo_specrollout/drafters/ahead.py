@@ -27,9 +27,10 @@ AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
 FARTHEST = 16
 """Largest number of tokens by which the alignment of a path with its request may be shifted in one engine step."""
 ENOUGH = 4
-"""Decides when the alignment of a path with its request is shifted. Let n be the number of the request's latest tokens that
-agree with the path in a row. The shift is made if n at the new position is at least 2 * n at the present position plus this
-number."""
+"""Margin, in tokens, by which another position in a path must agree better with a request, so that the request goes on there.
+
+Let n be the number of the request's latest tokens that agree with the path in a row. The request changes to the other position
+if n there is at least this number plus twice the n of the present position."""
 
 
 class PathTables(NamedTuple):
@@ -47,12 +48,12 @@ class PathTables(NamedTuple):
     end_SP: torch.Tensor
     """Position after the last token of each path, int64."""
     shift_SP: torch.Tensor
-    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request turns
-    out to have more or fewer tokens than the path up to the same place in the text."""
+    """Position in the path minus position in the request's text, int64. It is 0 at first. It changes when the request goes on
+    like the path, but at an earlier or later position."""
     num_paths_S: torch.Tensor
     """Number of paths of the request in each slot, int32. It is 0 for a request that brings no texts."""
     path_S: torch.Tensor
-    """Number of the path that each request follows at present, int32."""
+    """Index of the path that each request follows at present, int32."""
 
 
 class AheadText(Drafter):

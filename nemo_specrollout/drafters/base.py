@@ -36,7 +36,7 @@ class RowPrice(NamedTuple):
     context: "float | torch.Tensor" = 0.0
     """Additional price for each token of the request's text, because the row attends to all of them."""
     mean: "float | torch.Tensor" = 0.0
-    """Whole price of a row whose request has a text of the batch's mean length."""
+    """Price of a row of a request whose text has the batch's mean length, which is `row` plus this length times `context`."""
 
 
 NO_PRICE = RowPrice()
@@ -55,13 +55,13 @@ class Proposals(NamedTuple):
 
 
 NOT_FOLLOWED = -1
-"""Written in place of the number of draft tokens if a drafter with weights does not follow the request."""
+"""Value that stands for the number of draft tokens of a request that a drafter with weights does not follow."""
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Acceptance rate that is assumed for each evidence level before any draft token of that level was judged.
 
-An evidence level is a drafter's grade for a draft token. A drafter with a context index computes it from two other grades as 4
-* g + h. The grade g is for the length of the context, and h is for the token's share among all tokens that followed the
-context."""
+An evidence level is a drafter's grade for a draft token. A drafter with a context index computes the level as 4 * g + h from
+two other grades. The grade g is for the length of the context, and h is for the token's share among all tokens that followed
+the context."""
 NUM_LEVELS = len(LEVEL_PRIORS)
 """Number of evidence levels, which are the grades that a drafter can give a draft token."""
 SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
@@ -81,36 +81,38 @@ each of these relations:
 EVIDENCE_WINDOW = 512.0
 """Approximate number of the latest draft tokens of an evidence level from which its acceptance rate is estimated."""
 REQUEST_DECAY = 0.94
-"""Each new draft token of a request multiplies the weight of the request's earlier draft tokens by this number."""
+"""Factor by which each new draft token of a request lowers the weight of the request's earlier draft tokens."""
 FACTOR_WEIGHT_DECAY = 0.998
-"""Each engine step multiplies the sums in `Tables.factor_weight_D2` by this number. These sums tell how well the factors of
+"""Factor by which each engine step lowers the sums in `Tables.factor_weight_D2`. These sums tell how well the factors of
 requests have predicted right drafts."""
 PRIOR_STRENGTH = 4.0
-"""An assumed acceptance rate counts as much as this number of observed draft tokens."""
+"""Weight of an assumed acceptance rate, in observed draft tokens."""
 MAX_RATE = 0.99
 """Upper bound of the acceptance rate that is estimated for a draft token."""
 MIN_WORTH_SHARE = 1e-3
 """Smallest worth of a draft token, as a share of its survival (the probability that it and all tokens before it are accepted).
 It applies to tokens that cost more than they win, so that even these tokens can be ranked."""
 LEAST_PRICE = 1e-9
-"""A row counts as free if its price in tokens is below this number."""
+"""Price, in tokens, below which a row counts as free."""
 CALIBRATION_DECAY = 0.98
-"""Each engine step multiplies the sums in `Tables.calibration_D2` by this number. These sums compare how many draft tokens
-were accepted with how many were predicted to be accepted."""
+"""Factor by which each engine step lowers the sums in `Tables.calibration_D2`. These sums compare how many draft tokens were
+accepted with how many were predicted to be accepted."""
 NUM_BINS = 128
 """Number of equally wide bins of a histogram of survival. Survival is the probability that a draft token and all draft tokens
 before it are accepted."""
 SMALLEST_SHARE = 0.02
-"""A context index stops extending a draft when the probability that all of its tokens are accepted falls below this value."""
+"""Probability that all tokens of a draft are accepted, below which a context index no longer extends the draft."""
 TRACED_STEPS = 1 << 16
 """Number of latest engine steps for which the counts of draft tokens are kept."""
 MOST_LOOKED_UP = 64
-"""Largest number of positions of a draft for which a context index looks up tokens. It looks them up one after another."""
+"""Largest number of tokens that a context index looks up for a draft, one after another."""
 FEW_LOOKED_UP = 32
-"""Number of positions that a context index looks up if drafts may be longer than `MOST_LOOKED_UP`. With texts made ahead they
-may be much longer. The number is small because the kernel needs registers for each possible position of a draft."""
+"""Number of tokens that a context index looks up for a draft if the engine's drafts may be longer than `MOST_LOOKED_UP`.
+
+With texts made ahead, drafts may be much longer. This number is small because the kernel needs registers for each possible
+position of a draft."""
 
 
 def num_looked_up(num_positions: int) -> int:
-    """Returns for how many positions a context index looks up tokens, if drafts have up to `num_positions` positions."""
+    """Returns how many tokens a context index looks up for a draft. The engine's drafts have up to `num_positions` tokens."""
     return num_positions if num_positions <= MOST_LOOKED_UP else FEW_LOOKED_UP

@@ -36,8 +36,8 @@ from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 ALIGNMENT = 256
 """Alignment in bytes of each table within the memory of `SharedTables`. It is torch's alignment of a tensor on a GPU."""
 KEPT_WEIGHT = 64.0
-"""Largest number of draft tokens that the evidence of an earlier start counts for. It is small, so that new evidence soon
-outweighs the old one and the board notices if the policy has changed."""
+"""Largest weight of the evidence of an earlier start, in draft tokens. It is small, so that new evidence soon outweighs the
+old evidence, and the board notices if the policy has changed."""
 
 
 class Tables(NamedTuple):
@@ -48,16 +48,15 @@ class Tables(NamedTuple):
     """
 
     tokens_DBK: torch.Tensor
-    """Draft tokens that each drafter proposes in the present engine step. The drafters write this tensor, `levels_DBK` and
-    `found_DB`."""
+    """Draft tokens that each drafter proposes in the present engine step. The drafters write this tensor, and also the next
+    two, `levels_DBK` and `found_DB`."""
     levels_DBK: torch.Tensor
     """Evidence level of each draft token in `tokens_DBK`."""
     found_DB: torch.Tensor
     """How many draft tokens each drafter proposes for each entry of the batch in the present engine step, or
     `NOT_FOLLOWED`."""
     tokens_SDK: torch.Tensor
-    """Draft tokens of the open proposals, which are those that the request's text has not yet confirmed or refuted as a
-    whole."""
+    """Draft tokens of the open proposal of each drafter for the request in each slot."""
     evidence_SDK: torch.Tensor
     """Kind of evidence of each draft token in `tokens_SDK`, which is NUM_LEVELS * relation + level."""
     length_SD: torch.Tensor
@@ -72,7 +71,7 @@ class Tables(NamedTuple):
     submitted_S: torch.Tensor
     """How many draft tokens were submitted for each request, so that the next engine step may verify them."""
     limit_S: torch.Tensor
-    """A request gets drafts only until its text has this number of tokens."""
+    """Length of each request's text, in tokens, from which on the request gets no more drafts."""
     is_early_S: torch.Tensor
     """Whether each request belongs to a coming training step. The counts in `verified_DK2` leave out such requests."""
     drafts_BK: torch.Tensor
@@ -102,8 +101,8 @@ class Tables(NamedTuple):
     alone_rate_S: torch.Tensor
     """Estimated acceptance rate of the token in `alone_token_S`."""
     evidence_DE2: torch.Tensor
-    """Number of right draft tokens (hits) and number of judged draft tokens, for each drafter and kind of evidence. Older ones
-    count less."""
+    """Number of right draft tokens (hits) and number of judged draft tokens, for each drafter and kind of evidence. Older
+    tokens count less."""
     factor_SD2: torch.Tensor
     """How many recent draft tokens of each request were right (hits), and how many were predicted to be right from their
     evidence. The first divided by the second is the request's factor. It tells how much better than usual a drafter is for
@@ -138,9 +137,9 @@ class BoardShape:
 
 
 class SharedTables(NamedTuple):
-    """The tables that must be equal on all tensor-parallel ranks of an engine.
+    """The three tables that must be equal on all tensor-parallel ranks of an engine.
 
-    They are views of one tensor, so that a single broadcast makes them equal.
+    They are views of the tensor `memory`, so that a single broadcast of it makes them equal.
     """
 
     memory: torch.Tensor
@@ -203,9 +202,10 @@ def empty_tables(
 
 
 def faded(learned_X2: np.ndarray) -> np.ndarray:
-    """Returns float32 copies of pairs of sums, in which no second sum exceeds `KEPT_WEIGHT`.
+    """Returns a float32 copy of pairs of sums, in which the second sum of each pair is at most `KEPT_WEIGHT`.
 
-    A pair whose second sum is larger is scaled down, and keeps its ratio. So what an earlier start has learned counts little.
+    If the second sum is larger, both sums of the pair are scaled down alike. So what an earlier start has learned counts
+    little.
     """
     scaled_X2: np.ndarray = learned_X2 * (KEPT_WEIGHT / np.maximum(learned_X2[..., 1:], KEPT_WEIGHT))
     return scaled_X2.astype(np.float32)
@@ -229,8 +229,9 @@ class DraftBoard:
     Estimates: The rate of a draft token is the probability that it is accepted if the tokens before it are. It is estimated as
     the rate of the token's kind of evidence times the request's factor:
 
-    - The kind of evidence combines the level that the drafter gives the token with the token's relation to the proposal of the
-      other side (`NUM_RELATIONS`). Its rate is the share of hits among its judged tokens, of which recent ones count more.
+    - The kind of evidence combines two grades of the token. One is the level that the drafter gives it. The other is its
+      relation to the proposal of the reference drafter, or for a token of this drafter to all other proposals
+      (`NUM_RELATIONS`). The rate of a kind is the share of hits among its judged tokens, of which recent ones count more.
     - The factor is the request's hits divided by the hits that were predicted from the evidence of its tokens. It is used only
       as far as factors have predicted hits well so far (`factor_weight_D2`).
 
@@ -317,7 +318,7 @@ class DraftBoard:
         t.limit_S[slots] = limits
 
     def forget_drafter(self, drafter: int) -> None:
-        """Forgets what was learned about a drafter, because its weights were replaced or its requests have changed."""
+        """Forgets what was learned about a drafter, because its weights or the run's tasks may have changed."""
         t = self.tables
         t.evidence_DE2[drafter, :, 0] = self._priors_DE[drafter] * PRIOR_STRENGTH
         t.evidence_DE2[drafter, :, 1] = PRIOR_STRENGTH
@@ -332,7 +333,8 @@ class DraftBoard:
     def learned(self, drafter: int) -> dict[str, np.ndarray]:
         """Returns float32 copies of the tables with what was learned about a drafter, by name. Waits for the device.
 
-        For the drafter with weights, this includes how good the proposals of the other drafters were without it (`alone_2`).
+        For the drafter with weights there is one more table, `alone_2`. It is about the drafts that the other drafters would
+        have submitted without this drafter.
         """
         return {name: table.cpu().numpy().copy() for name, table in self._learned_tables(drafter).items()}
 
@@ -387,7 +389,7 @@ class DraftBoard:
         A proposal is submitted by writing it to `drafts_BK` and `rates_SK`. At most `most` tokens of a request are submitted.
         Each row costs `price`, which grows with the length of the request's text. Tokens that win less than this price hardly
         count. So a long proposal is worth only as much as the part of it that would be verified. If the drafter with weights
-        does not follow a request, its number of tokens in `found_DB` is negative.
+        does not follow a request, it must have written `NOT_FOLLOWED` to `found_DB` for this request.
 
         For a CUDA graph, `most` is a tensor of one int32, and `price` has tensors too. The graph reads them again in each
         replay.

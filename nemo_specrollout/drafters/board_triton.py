@@ -132,9 +132,9 @@ def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts those drafts of a request that the engine step has verified and accepted.
+    """Counts how many drafts of a request the engine step has verified, and how many of these were accepted.
 
-    Returns the drafter that made them, how many of them were accepted, and how many were predicted to be accepted.
+    Returns the drafter of these drafts, the number of accepted ones, and how many were predicted to be accepted.
     """
     drafter = tl.minimum(tl.maximum(tl.load(t.chosen_S + slot), 0), D - 1)
     submitted = tl.minimum(tl.load(t.submitted_S + slot), K)

@@ -53,9 +53,9 @@ RANK_MASK = (1 << RANK_BITS) - 1
 IN_USE = 1 << 63
 """The highest bit of a key. It is set in every key, so that the word of a context is never 0."""
 GAIN = 4
-"""Number of ranks that a context gains each time it is counted."""
+"""Number by which the rank of a context rises each time the context is counted."""
 MAX_LEAD = 16
-"""A context that is counted never gets a rank that is more than this above the lowest rank of its bucket."""
+"""Largest number by which a context's rank can be above the lowest rank of its bucket."""
 
 NO_SALT = -(1 << 63)
 """Salt of a request for which nothing is looked up, because the index knows no texts for it."""
@@ -63,13 +63,13 @@ NO_RANK = 1 << 20
 FREE = -1 << 20
 OWN = -1 << 21
 """Numbers that stand in for ranks when a slot of a bucket is chosen for a key. The slot with the smallest number is chosen.
-`OWN` is for the slot that already has the key, and comes first. `FREE` is for a free slot, and comes before all slots in use.
-`NO_RANK` is above every rank, and is for no slot at all."""
+`OWN` is for the slot that already has the key, and is the smallest. `FREE` is for a free slot, and is below every rank.
+`NO_RANK` is above every rank. It stands for the lowest rank of a bucket while a bucket has no contexts."""
 
 COUNT_MASK = (1 << 32) - 1
 """Mask of the bits of a candidate that hold its count."""
 MAX_COUNT = 16
-"""When a count reaches this number, all counts of the context are halved."""
+"""Count at which all counts of a context are halved."""
 MAX_LISTED = 1 << 14
 """Largest number of tokens that an index learns in an engine step, over all texts together. Further tokens wait for the next
 engine step (`unread.py`)."""
@@ -89,7 +89,7 @@ def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int]) -> int:
-    """Returns for how many contexts an index should have room, as a power of two.
+    """Returns the number of contexts for which an index should have room. It is a power of two.
 
     Each token of a text adds one context of each length in `orders`. At least half of these contexts repeat within a response
     or in other responses to the same prompt. So the result is half the number of contexts of `max_num_seqs` texts of full
@@ -126,7 +126,7 @@ class ContextIndex:
     def use_kernels(self, kernels: ModuleType) -> None:
         """Makes the index call the kernels in the Python module `kernels` from now on.
 
-        The module also allocates the buffers that it needs for the tokens to learn.
+        These kernels need buffers for the tokens to learn, which become the attribute `listed`.
         """
         self._kernels = kernels
         self.listed = kernels.listing_buffers(len(self.orders), self.words.device)
@@ -139,8 +139,7 @@ class ContextIndex:
             salts_S: salt of each request, int64. Requests with different salts share no contexts.
             learned_S: number of tokens of each text that were counted before, int32. The call updates it.
             max_new: largest number of new tokens of a text that are counted in this call. Further tokens wait for the next
-                call.
-            So do tokens beyond `MAX_LISTED` in all texts together.
+                call. The same holds for tokens beyond the first `MAX_LISTED` of all texts together.
         """
         self._kernels.learn(Lookup(self, salts_S, learned_S), texts, max_new)
 

@@ -87,10 +87,10 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
-    """Finds the slot of a key in its bucket or gives it one, and raises the rank of the key.
+    """Finds the slot of a key in its bucket, or else gives a slot to the key. Raises the key's rank.
 
-    Returns the slot, and whether the key had it before. The cost of slot i is `OWN`, `FREE` or its rank. The minimum of cost *
-    8 + i gives both the lowest cost and its slot.
+    Returns the slot, and whether the key already had the slot before. The cost of slot i is `OWN`, `FREE` or its rank. The
+    minimum of cost * 8 + i gives both the lowest cost and its slot.
     """
     i_I = tl.arange(0, _BUCKET_SLOTS)
     line = (key & bucket_mask) * _BUCKET_SLOTS
@@ -114,9 +114,9 @@ def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count(candidates, slot, token, is_own):  # type: ignore[no-untyped-def]
-    """Counts a token among the candidates of a slot. A token that is not among them replaces the one with the lowest count.
+    """Counts a token among the candidates of a slot. A new token replaces the candidate with the lowest count.
 
-    `is_own` is false if the slot has just been given to another context, whose candidates are none yet.
+    `is_own` is false if the slot has just been given to another context. Then the candidates that are in it do not count.
     """
     c_C = tl.arange(0, _NUM_CANDIDATES)
     at_C = candidates + slot * _NUM_CANDIDATES + c_C
@@ -164,8 +164,9 @@ def list_contexts(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Lists the new tokens of one text, each with the keys of the contexts before it, so that `learn_listed` can count them.
 
-    This program lists the blocks part, part + num_parts, and so on, of the new tokens of entry `row` of the batch. The texts
-    of all entries are listed one after another, up to `MAX_LISTED` tokens. A token below 0 gets no contexts.
+    The text is that of entry `row` of the batch. Of the blocks of its new tokens, this program lists those with the numbers
+    part, part + num_parts, and so on. The texts of all entries are listed one after another, up to `MAX_LISTED` tokens. A
+    token below 0 gets no contexts.
     """
     slot, has_slot, start, _, num = _num_new(index, texts, row, True, num_slots, longest, max_new)
     is_last = (row == num_rows - 1) & (part == 0)
@@ -262,9 +263,9 @@ def walk_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Writes the likeliest continuation of one text to `out`. `rate_G` is the acceptance rate of each evidence level.
 
-    The window holds the last LANES tokens of the text, followed by the draft tokens. The key of a context is a sum over its
-    tokens, each multiplied by a factor. `factor_P` has these factors for a context that ends with the latest token. So no
-    token is read twice.
+    The window holds the last LANES tokens of the text, followed by the draft tokens. So each token is read only once. The key
+    of a context is computed from a sum over its tokens, each multiplied by a factor. `factor_P` has the factor of each token
+    of the window for contexts that end with the latest token.
     """
     WINDOW: tl.constexpr = triton.next_power_of_2(LANES + MOST)
     slot = tl.load(texts.slots_B + row).to(tl.int64)

@@ -43,7 +43,7 @@ class Participant:
     def ended(self, slots: Sequence[int]) -> None:
         """Notes that the requests in `slots` have ended, before `close` is called for them.
 
-        It is not called for a request that is only preempted.
+        This method is not called for a request that is only preempted.
         """
 
     def close(self, slots: Sequence[int]) -> None:
@@ -77,14 +77,14 @@ class Drafter(Participant):
     `launch`."""
 
     def lookup(self, drafter: int) -> Lookup | None:
-        """Returns the drafter's context index, if it has one. The draft board's kernels then update it and propose from it.
+        """Returns the drafter's context index, or None for a drafter that proposes by its method `propose`.
 
-        `drafter` is the drafter's number on the board. Returns None for a drafter that proposes by its method `propose`.
+        The draft board's kernels update the index and propose from it. `drafter` is the index of the drafter on the board.
         """
         return None
 
     def num_followed(self, slots_B: np.ndarray) -> int:
-        """Returns for how many of the requests in these slots the drafter must read the text in every engine step."""
+        """Returns the number of requests in these slots whose text the drafter must read in every engine step."""
         return 0
 
     def plan(self, depth: int) -> None:

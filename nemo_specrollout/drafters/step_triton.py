@@ -89,7 +89,7 @@ def _learn(  # type: ignore[no-untyped-def]
     texts, num_slots, longest, max_new, num_rows, indexes, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Counts the contexts that `_observe` has listed. Program (p, i) counts those in part p of the buckets of index i."""
+    """Counts the contexts that `_observe` has listed. Program (p, i) serves part p of the buckets of index i."""
     part = tl.program_id(0)
     num_parts = tl.num_programs(0)
     for i in tl.static_range(len(LANES)):
@@ -106,7 +106,7 @@ def _propose(  # type: ignore[no-untyped-def]
     REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr,
     DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Proposes drafts. Program b first proposes tokens for entry b of the batch from each context index.
+    """Proposes drafts. Program b serves entry b of the batch, and first proposes tokens from each context index.
 
     If there is a board, the program then chooses among the proposals of all drafters.
     """
@@ -129,7 +129,7 @@ def _propose(  # type: ignore[no-untyped-def]
 
 
 def memory_of(tables: "Tables") -> BoardMemory:
-    """Returns the tensors of a board together with new buffers for what each engine step adds to them."""
+    """Returns the tensors of a board, and new buffers for what each engine step adds to these tensors."""
     num_slots = len(tables.limit_S)
     num_drafters = len(tables.evidence_DE2)
     shared = (tables.evidence_DE2, tables.steps_TD2[0])

@@ -65,11 +65,11 @@ class LookupDrafter(Drafter):
 
 
 class SuffixLookup(LookupDrafter):
-    """Proposes the tokens that followed a request's last tokens in other responses to the same prompt, or in its own.
+    """Finds a request's last tokens in all responses to the same prompt, its own included, and proposes what followed there.
 
-    The idea is that of SuffixDecoding (arXiv 2411.04975). All requests with the same prompt share their contexts, to which
-    each sampled token is added at once. So a request that lags behind gets drafts from samples that are ahead of it. The salt
-    depends on the prompt alone. So responses of past epochs are remembered until the index needs the room.
+    The idea is that of SuffixDecoding (arXiv 2411.04975). All requests with the same prompt share their contexts. Each sampled
+    token is counted at once. So a request that lags behind gets drafts from samples that are ahead of it. The salt depends on
+    the prompt alone. So responses of past epochs are remembered until the index needs the room.
     """
 
     name = "suffix"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes on the host how many tokens of texts a context index on the device has yet to read, at most.
+"""Computes on the host an upper bound on the tokens that a context index on the device has yet to read.
 
 Shapes: S request slots, B requests of the batch.
 """
@@ -48,10 +48,10 @@ class UnreadTokens:
         self._is_any_behind = True
 
     def read(self, slots_B: np.ndarray, most_sampled: int) -> int:
-        """Returns an upper bound on the new tokens of any text, which the index needs to read the texts in this engine step.
+        """Notes an engine step in which the index reads the texts. Returns the most tokens that it has to read of any text.
 
-        Each request has sampled at most `most_sampled` tokens in this engine step. `slots_B` are the request slots in the
-        order in which the index reads the texts.
+        This is an upper bound, which the launch that reads the texts needs. Each request has sampled at most `most_sampled`
+        tokens in this engine step. `slots_B` are the request slots in the order in which the index reads the texts.
         """
         if not self._is_any_behind and len(slots_B) * most_sampled <= MAX_LISTED:
             return most_sampled

@@ -9,7 +9,7 @@ seconds. The expected number of tokens is computed from a histogram of the draft
 enough. Where rows are expensive, drafts of mean survival may cost more time than they save, although the surest drafts save
 time.
 
-Shapes: B requests, K draft positions, F drafting depths, Q bins of survival, N numbers of drafts.
+Shapes: B requests, K draft positions, F drafting depths, Q bins of survival, N draft counts.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,11 @@ import numpy as np
 from nemo_specrollout.speculation.step_model import StepCosts
 
 SAMPLED = 17
-"""`_largest` first looks at only one in this number of drafts, which gives it a lower bound for the survival of the drafts to
-choose. The number is not a power of two, so that these drafts belong to all requests and positions."""
+"""Distance of the values in the sample that `_largest` takes. With 17 it takes every seventeenth value.
+
+The number is not a power of two, so that the sample has values of all requests and positions."""
 SAMPLE_MARGIN = 2
-"""`_largest` chooses its lower bound so low that it leaves about this many times as many drafts as are needed."""
+"""Approximate number of values above the lower bound of `_largest`, divided by the number that is needed."""
 
 
 class Steps(NamedTuple):
@@ -51,19 +52,19 @@ def best_steps(
 ) -> Steps:
     """Returns for each drafting depth the engine step with the most tokens per second.
 
-    The steps that are compared differ in how many drafts they verify. Only a few of these numbers have to be tried. The drafts
-    with the highest survival are verified first. Within a bin of survival each further draft adds the same number of tokens.
-    Within a CUDA graph each further draft adds about the same number of seconds. As long as tokens and seconds both grow
-    linearly, their ratio only rises or only falls. So the best number of drafts is one that uses up a bin, or fills a CUDA
-    graph, or reaches one of `StepCosts.corners`.
+    The steps that are compared differ in how many drafts they verify. Only a few numbers of drafts have to be tried. The best
+    number uses up a bin of survival, or fills a CUDA graph, or reaches one of `StepCosts.corners`. The reason is as follows.
+    The drafts with the highest survival are verified first. Within a bin of survival each further draft adds the same number
+    of tokens. Within a CUDA graph each further draft adds about the same number of seconds. As long as tokens and seconds both
+    grow linearly, their ratio only rises or only falls.
 
     Args:
         count_FQ: expected draft tokens of the batch, by drafting depth from 0 on and by bin of survival, float64.
         num_requests: number of requests in the batch.
         costs: predicted seconds of engine steps.
         margin: share by which a step with drafts must exceed the tokens per second of a step without drafts.
-        draft_s_F: seconds in which the drafter with weights drafts to each depth, float64.
-        read_row_s: seconds in which the drafter with weights reads one more verified draft.
+        draft_s_F: seconds that the drafter with weights takes to draft, for each depth, float64.
+        read_row_s: seconds that the drafter with weights takes to read one more verified draft.
     """
     num_depths, num_bins = count_FQ.shape
     most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # of drafts and accepted ones, from the best bin on
@@ -99,10 +100,10 @@ class Choice(NamedTuple):
 
 
 def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin: float) -> Choice:
-    """Returns the drafting depth with the most tokens per second, which is 0 if no other beats it by more than `margin`.
+    """Returns the drafting depth with the most tokens per second, and the seconds that the drafter with weights saves with it.
 
-    `margin` is a share of the tokens per second at depth 0. `count_FQ` has the expected draft tokens of the batch, by depth
-    from 0 on and by bin of survival, float64. `costs.drafting` must be known.
+    The depth is 0 unless another depth has more than 1 + `margin` times the tokens per second of depth 0. `count_FQ` has the
+    expected draft tokens of the batch, by depth from 0 on and by bin of survival, float64. `costs.drafting` must not be None.
     """
     drafting = costs.drafting
     assert drafting is not None
@@ -131,8 +132,8 @@ def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndar
     """Returns how many of each request's drafts are among the `most` drafts of the batch with the highest survival, int64 [B].
 
     `caps_B` is the largest number of drafts that each request may have. Within a request, the survival must not rise from one
-    draft to the next. Drafts with survival 0 are never chosen. If there are too many drafts of equal survival, those at
-    earlier positions are chosen. The result is all zeros if `most` is 0 or negative.
+    draft to the next. Drafts with survival 0 are never chosen. Among drafts of equal survival, those at earlier positions are
+    chosen first. The result is all zeros if `most` is 0 or negative.
 
     Sorting the drafts would take ten times as long, so the function only finds the smallest survival that is still chosen.
     """
@@ -155,7 +156,7 @@ def _largest(values: np.ndarray, rank: int) -> float:
     """Returns the `rank`-th largest of the values, where rank 1 is the largest.
 
     To be fast, it first computes a lower bound from a sample of the values, and then compares only the values above this
-    bound. If there are fewer of them than `rank`, it compares all values.
+    bound. If fewer than `rank` values are above the bound, it compares all values.
     """
     sample = values[::SAMPLED]
     bound = SAMPLE_MARGIN * rank // SAMPLED + SAMPLED

@@ -54,12 +54,14 @@ class BatchSizes:
         return [(min(num_requests, 3 * 2**i // 2), float(share[i])) for i in range(most)]
 
     def _bits(self, num_requests: int) -> int:
-        """Returns the bit length of a batch size. Sizes that are too large are counted under the largest bit length."""
+        """Returns the bit length of a batch size, but at most the largest one that has a count."""
         return min(num_requests.bit_length(), len(self._steps) - 1)
 
 
 class Forecast:
-    """Forecasts a request's yield at each drafting depth, which is its number of draft tokens in each bin of survival.
+    """Forecasts a request's yield at each drafting depth.
+
+    The yield is the number of the request's draft tokens in each bin of survival.
 
     Owns means over the latest requests. An engine step that drafts to depth 3 shows the yields of the depths 0 to 3, but not
     those of larger depths. So the mean yields of two depths would come from different steps, and could not be compared.
@@ -77,7 +79,7 @@ class Forecast:
     def is_sound(self) -> bool:
         """Returns whether means that were loaded from a file are valid.
 
-        Then no weight is negative, and there are means if any weight is above 0.
+        They are valid if no weight is negative, and if there are means in case any weight is above 0.
         """
         return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
 
@@ -90,12 +92,12 @@ class Forecast:
 
     @property
     def num_seen(self) -> float:
-        """Number of requests, summed over engine steps, that have shown the yield of depth 1. It is at most `WINDOW`."""
+        """Number of requests, summed over engine steps, for which the drafter with weights has drafted. At most `WINDOW`."""
         return float(self._weight_F[1:2].sum())  # 0 if drafters with weights may draft nothing
 
     @property
     def is_well_known(self) -> bool:
-        """Whether `num_seen` has reached `WINDOW`, which is its largest value."""
+        """Whether the drafter with weights has drafted for enough requests that its drafts are well known."""
         return self.num_seen >= WINDOW
 
     def observe(self, spread: Spread) -> None:

@@ -18,8 +18,7 @@ from nemo_specrollout.speculation.decision import survival_of
 MEMORY = 0.98
 """Factor by which each engine step reduces the weight of what was learned before."""
 PRIOR_REQUESTS = 4.0
-"""Weight of what was learned earlier about the first drafts of new requests. It counts as much as this number of new
-requests."""
+"""Weight of what was learned earlier about the first drafts of new requests, in new requests."""
 
 
 class Kind(IntEnum):
@@ -41,7 +40,7 @@ class _Foretold(NamedTuple):
     slots_B: np.ndarray
     kind_B: np.ndarray
     apart_BK: np.ndarray
-    """Survival of each draft in the engine step before, minus the mean over the requests."""
+    """Survival of each draft in the engine step before, minus the mean over the requests. 0 where it was not known."""
 
 
 class Foresight:
@@ -75,7 +74,7 @@ class Foresight:
     def is_sound(self) -> bool:
         """Returns whether fields that were loaded from a file are valid.
 
-        Then all survivals are between 0 and 1, and the sum of squares is positive.
+        They are valid if all survivals are between 0 and 1, and the sum of squares is positive.
         """
         return self._before > 0.0 and all(bool(((s >= 0.0) & (s <= 1.0)).all()) for s in self._first.values())
 
@@ -92,8 +91,8 @@ class Foresight:
         """Returns the predicted survival of the drafts of an engine step's requests, float32 [B, K].
 
         `rates_SK` has the acceptance rates of the engine step before, by slot. `slots_B` has the slot of each request of the
-        step that is predicted. Call this method once in each engine step with drafts. K may differ between steps, up to the
-        number of positions that the object was made for.
+        step that is predicted. Also learns from `rates_SK` how good the last prediction was. So call this method once in each
+        engine step with drafts. K may differ between steps, up to the number of positions that the object was made for.
         """
         known_BK = survival_of(rates_SK[slots_B])
         self._learn(rates_SK, slots_B, known_BK)

@@ -25,8 +25,9 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 ENOUGH = 64
-"""A look, which is a try of a dormant drafter with weights, ends at the latest when it has drafted for this number of
-requests, summed over engine steps. Then its acceptance rates are known well enough to make it dormant again."""
+"""Number of requests, summed over engine steps, after which a look ends at the latest. Such a look is a try of a dormant
+drafter with weights. When it has drafted for so many requests, its acceptance rates are known well enough to make it dormant
+again."""
 PLANNED_STEPS = 4
 """Number of engine steps for which a planned drafting depth holds. The depth is planned again earlier if the batch has
 changed, and in every step while the acceptance rates of the drafter with weights are not well known. A look at engine steps
@@ -36,13 +37,15 @@ JUDGED_STEPS = 8
 and the other is whether to try engine steps beyond the CUDA graphs. A try of a dormant drafter takes at most this number of
 steps."""
 LOOK_SHARE = 0.004
-"""Share of the engine's time that may be spent on looks, which are tries of a dormant drafter with weights. When the batch
-changes, a look at drafters without weights may take the same share of the mean time of a request."""
+"""Share of the engine's time that may be spent on looks, which are tries of a dormant drafter with weights.
+
+Drafters without weights are also looked at when the batch changes, if such a look takes at most this share of the mean time
+that a request takes."""
 REST_SHARE = 0.001
 """Share of the engine's time that may be spent on tries of resting drafters without weights. The same share may be spent in
 addition on tries of engine steps beyond the CUDA graphs."""
 PATIENCE = 4
-"""Drafters without weights rest after this number of engine steps in a row in which their drafts saved no time."""
+"""Number of engine steps in a row without saved time, after which drafters without weights rest."""
 
 
 class SpeculationPolicy(ABC):
@@ -56,14 +59,14 @@ class SpeculationPolicy(ABC):
     most_drafts: int
     """The largest number of draft tokens that a request may have in an engine step."""
     costs: StepCosts | None = None
-    """Predicted seconds of engine steps with the context lengths of the latest one, or None while unknown."""
+    """Predicted seconds of engine steps whose contexts are as long as in the latest step. None while they are unknown."""
     row_price = 0.0
     """Number of tokens that the engine generates in the time that one more row takes, without the row's attention to its
     context."""
     context_price = 0.0
     """Number of tokens that the engine generates in the time in which a row attends to one more token of its context."""
     mean_price = 0.0
-    """Number of tokens that the engine generates in the time that one more row takes, if its context has the mean length."""
+    """Number of tokens that the engine generates in the time that one more row with a context of mean length takes."""
     is_dormant = False
     """Whether the drafter with weights ignores new requests. It can never draft for a request that it has ignored at first,
     because it can only draft for requests that it has read from the beginning."""
@@ -94,7 +97,7 @@ class SpeculationPolicy(ABC):
         return False
 
     def model_changed(self) -> None:  # noqa: B027
-        """Forgets what was learned about the drafter with weights, because its weights or the tasks may have changed."""
+        """Forgets what was learned about the drafter with weights, because its weights or the run's tasks may have changed."""
 
 
 class FixedPolicy(SpeculationPolicy):
@@ -150,7 +153,7 @@ class LookClock:
         self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
 
     def pays(self, cost_s: float, keeps: bool = False) -> bool:
-        """Returns whether the savings pay for a look of `cost_s` seconds. If they do, its cost is subtracted from them.
+        """Returns whether the savings pay for a look of `cost_s` seconds. If so, subtracts `cost_s` from the savings.
 
         With `keeps`, the savings must also leave enough for another look at the highest cost so far.
         """
@@ -189,8 +192,8 @@ class BeyondGraphs:
     def seen_from(self, costs: StepCosts) -> StepCosts:
         """Returns the costs with which the next engine step is to be decided.
 
-        During a look these are `costs` without the time of launches, and the step counts as one of the look. Otherwise they
-        are `costs` unchanged.
+        Outside a look these are `costs` unchanged. During a look they are `costs` without the time of launches, and each call
+        counts as one step of the look.
         """
         if self._num_left <= 0:
             return costs
@@ -200,8 +203,8 @@ class BeyondGraphs:
     def filled(self, steps: Steps, costs: StepCosts, weigh: Callable[[StepCosts], Steps]) -> None:
         """Begins a look at engine steps beyond the largest CUDA graph, if one is due.
 
-        Call it when the best `steps` by `costs` fill the largest graph. `weigh` is a function that returns the best engine
-        steps by other costs.
+        Call it when the engine step that is best at these `costs` fills the largest graph. `steps` is this step. `weigh`
+        returns the step that is best at other costs.
         """
         self._until_asked -= 1
         if self._num_left > 0 or self._until_asked > 0 or costs.launch_s <= 0.0:
@@ -222,11 +225,11 @@ class AutoPolicy(SpeculationPolicy):
     The drafter with weights either follows all new requests or is dormant. It becomes dormant in two cases. In the first, it
     will probably take more time to read the tokens of the running requests than its drafts save. In the second, new requests
     will probably end before its drafts have saved the time of reading their prompts. While it is dormant, a share of the
-    engine's time is saved for looks (`LookClock`). When enough is saved, it follows the requests that arrive next, and drafts
-    for some engine steps.
+    engine's time is saved for looks (`LookClock`). When enough time is saved, the drafter follows the requests that arrive
+    next, and drafts for some engine steps.
 
-    Drafters without weights rest when their drafts save less time than it takes to propose them. Other looks try these
-    drafters again, and engine steps beyond the CUDA graphs. Time is saved for them in the same way.
+    Drafters without weights rest when their drafts save less time than it takes to propose them. There are looks at these
+    drafters too, and looks at engine steps beyond the CUDA graphs. Time is saved for both in the same way.
     """
 
     LEARNED: ClassVar = (
@@ -277,7 +280,7 @@ class AutoPolicy(SpeculationPolicy):
         or if at least half of its requests are new."""
 
     def is_sound(self) -> bool:
-        """Returns whether fields that were loaded from a file are valid, which means that the current look will end."""
+        """Returns whether fields that were loaded from a file are valid, so that the current look ends at some time."""
         return self._to_look_at <= ENOUGH and 0 <= self._enough <= ENOUGH
 
     def observe(self, spread: Spread) -> None:
@@ -361,18 +364,19 @@ class AutoPolicy(SpeculationPolicy):
     def _is_worth_a_look(self, num_requests: int) -> bool:
         """Returns whether a look at drafters without weights is cheap enough to be made whenever the batch changes.
 
-        If requests are short it is not, because then the batch changes very often. Such looks have to wait until `LookClock`
-        has saved enough time.
+        It is too expensive if requests are short, because then the batch changes very often. In this case a look is only made
+        when `LookClock` has saved enough time.
         """
         assert self.costs is not None
         look_s = PATIENCE * (self.costs.text_s + self.costs.verify_s)
         return look_s <= LOOK_SHARE * self._lives.life_steps * self.costs.plain_s(num_requests)
 
     def _refused(self, num_requests: int, num_drafts: int, steps: Steps) -> float:
-        """Returns the new value of `_num_refused` after an engine step.
+        """Returns the new value of `_num_refused`, after an engine step with `num_drafts` drafts.
 
-        It rises by 1 if the step has no drafts. Otherwise it falls by the time that the drafts save, divided by the time that
-        it took to propose them. If the drafts cost time instead of saving it, it rises in the same way, but by at most 1.
+        The value rises by 1 if the step has no drafts. Otherwise it falls by the time that the drafts save, divided by the
+        time that it took to propose them. If the drafts cost time instead of saving it, the value rises by the same quotient,
+        but by at most 1.
         """
         assert self.costs is not None
         text_s = self.costs.text_s
@@ -413,14 +417,14 @@ class AutoPolicy(SpeculationPolicy):
         return depth
 
     def _best(self, num_requests: int, num_followed: int) -> Choice:
-        """Returns the best drafting depth for a batch. `costs` must contain the seconds of drafting."""
+        """Returns the best drafting depth for a batch. `self.costs.drafting` must not be None."""
         assert self.costs is not None
         return best_depth(self._forecast.counts(num_requests, num_followed), num_requests, self.costs, self._margin)
 
     def _judge(self, num_requests: int) -> None:
         """Makes the drafter with weights dormant if it will save no time until the running requests end.
 
-        It stays awake while its drafts are known from too few requests.
+        It does not become dormant while it has drafted for too few requests to judge its drafts.
         """
         sizes = self._sizes.until_the_end(num_requests)
         won_s = sum(share * self._best(size, size).won_s for size, share in sizes)

@@ -12,19 +12,19 @@ import numpy as np
 
 
 class Spread(NamedTuple):
-    """Numbers of draft tokens in each bin of survival, summed over all requests of an engine step."""
+    """Counts of draft tokens by their survival, over all requests of an engine step."""
 
     tokens_FQ: np.ndarray
-    """For each drafting depth, the draft tokens that would have been submitted for verification if the drafter with weights
-    had drafted to this depth.
+    """For each drafting depth and bin of survival, the number of draft tokens that would have been submitted for verification
+    if the drafter with weights had drafted to this depth.
 
-    For depths beyond its real one, the draft board assumes that the missing tokens are as likely to be accepted as the last
-    one that was drafted."""
+    For depths that this drafter did not reach, the draft board assumes that the missing tokens are as likely to be accepted as
+    the last token that it drafted."""
     requests_F: np.ndarray
-    """For each drafting depth, the number of requests for which all tokens in `tokens_FQ` were really drafted, and none
+    """For each drafting depth, the number of requests whose tokens in `tokens_FQ` were all really drafted, and none was
     assumed."""
     submitted_Q: np.ndarray
-    """Draft tokens that were really submitted for verification."""
+    """For each bin of survival, the number of draft tokens that were really submitted for verification."""
     num_requests: int
     """Number of requests that could submit draft tokens."""
 

@@ -16,7 +16,8 @@ once for all of its rows, and others read it once for each row. In both cases th
 context. So the regression has one term for the contexts of the requests and one for the contexts of the draft rows, and learns
 how much time each of them takes.
 
-Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
+Shapes: R row counts from 0 on, J row counts at which the seconds per row may change (knots), X terms of a regression, N draft
+counts.
 """
 
 from collections.abc import Sequence
@@ -29,9 +30,9 @@ from scipy.optimize import isotonic_regression
 NOISE = 0.1
 """Standard deviation of an engine step's seconds, as a share of the predicted seconds."""
 COLD = 4.0
-"""Factor on the standard deviation of the first engine step with a given number of rows, whose kernels and caches are cold."""
+"""Factor on `NOISE` for the first engine step with a given number of rows, because its kernels and caches are cold."""
 MEMORY = 64.0
-"""Number of engine steps from which a well-known coefficient is estimated."""
+"""Approximate number of the latest engine steps from which a coefficient is estimated after many steps."""
 CLIP = 2.0
 """Number of standard deviations by which measured seconds may exceed the prediction. Larger values are clipped."""
 NO_ROWS = np.zeros(0)
@@ -42,27 +43,27 @@ OPTIMISM = 0.25
 purpose. If it is too low, steps with more rows are tried, and their seconds correct it. If it were too high, such steps might
 never be tried."""
 CONTEXT = 4096.0
-"""Number of tokens that is the unit of context lengths. With a context of this length, a row may spend about as much time on
-attention as on everything else."""
+"""Unit in which context lengths enter a regression, in tokens. With a context of this length, a row may spend about as much
+time on attention as on everything else."""
 
 
 class DraftCosts(NamedTuple):
     """Seconds that a drafter with weights takes to draft.
 
-    It drafts in several forward passes. The first one reads the tokens that it has not read yet, and drafts the first token of
-    each request. Each further pass drafts one more token of each request.
+    The drafter makes several forward passes. In the first, it reads the tokens that it has not read yet, and drafts the first
+    token of each request. In each further pass it drafts one more token of each request.
     """
 
     fixed_s: float = 0.0
-    """Seconds of the first forward pass, apart from those that grow with the number of unread tokens."""
+    """Seconds of the first forward pass without the seconds that grow with the number of unread tokens."""
     row_s: float = 0.0
     """Seconds that the first forward pass takes for each unread token."""
     pass_s: float = 0.0
-    """Seconds of each forward pass after the first one. It drafts one more token of each request."""
+    """Seconds of each forward pass after the first one."""
     token_s: float = 0.0
     """Seconds that the drafter takes to sample one draft token of one request."""
     unsampled_s: float = 0.0
-    """Seconds by which the first forward pass is shorter if the drafter only reads its unread tokens and drafts none."""
+    """Seconds by which the first forward pass is shorter if the drafter only reads and drafts no token."""
     least_depth: int = 1
     """The smallest number of tokens that the drafter drafts for each request, if it drafts at all."""
 
@@ -85,7 +86,7 @@ class StepCosts(NamedTuple):
     """
 
     seconds_R: np.ndarray
-    """Seconds of engine steps without drafters, by their number of rows from 0 on. The time for the contexts is not included.
+    """Seconds of engine steps without drafters. Index r is for steps with r rows. The time for the contexts is not included.
 
     The seconds never fall from one number of rows to the next. Steps with more rows than the array covers are assumed to take
     as long as its last one."""
@@ -100,13 +101,13 @@ class StepCosts(NamedTuple):
     drafting: DraftCosts | None = None
     """Seconds that the drafter with weights takes, or None while they are unknown."""
     corners: np.ndarray = NO_ROWS
-    """Numbers of rows beyond the largest CUDA graph at which the time for one more row changes."""
+    """Row counts at which the seconds per further row change, ascending. All are above the rows of the largest CUDA graph."""
     launch_s: float = 0.0
     """Seconds by which the smallest step without a CUDA graph takes longer than the largest step with one."""
     context_s: float = 0.0
-    """Seconds that a step takes for each token of each request's context, independent of the number of the request's rows."""
+    """Seconds that a step takes for each token of each request's context, however many rows the request has."""
     draft_context_s: float = 0.0
-    """Seconds that each draft row takes in addition for each token of its request's context."""
+    """Further seconds that each draft of a request takes for each token of the request's context."""
     context: float = 0.0
     """Mean context length, in tokens, of the requests in the steps that are predicted."""
 
@@ -120,9 +121,9 @@ class StepCosts(NamedTuple):
         return rows_s + num_requests * self.context * self.context_s
 
     def plain_steps_s(self, most_requests: int) -> np.ndarray:
-        """Returns the seconds of engine steps without drafters, by their number of requests from 0 to `most_requests`.
+        """Returns the seconds of engine steps without drafters that have 0, 1, ..., `most_requests` requests.
 
-        The array ends earlier if fewer numbers of rows are known.
+        The array is shorter if `seconds_R` covers only smaller steps.
         """
         seconds_R = self.seconds_R[: most_requests + 1]
         return seconds_R + np.arange(len(seconds_R)) * (self.context * self.context_s)
@@ -135,12 +136,12 @@ class StepCosts(NamedTuple):
         return np.maximum(rows_s_N, self.seconds_R[min(num_requests, len(self.seconds_R) - 1)]) + others_s
 
     def most_drafts(self, num_requests: int) -> int:
-        """Returns the largest number of drafts of an engine step of `num_requests` requests whose seconds are known."""
+        """Returns the largest number of drafts for which the seconds of a step of `num_requests` requests are known."""
         return max(len(self.seconds_R) - 1 - num_requests, 0)
 
     @property
     def most_graph_rows(self) -> int:
-        """Number of rows of the largest CUDA graph, or 0 if there are no graphs or no engine step is larger."""
+        """Number of rows of the largest CUDA graph. It is 0 if there are no graphs, or if every step fits into one of them."""
         largest = int(self.graph_sizes[-1]) if len(self.graph_sizes) else 0
         return largest if largest < len(self.seconds_R) - 1 else 0
 
@@ -176,7 +177,10 @@ class Regression:
     LEARNED: ClassVar = ("is_known", "_scale_s", "coefficients_X", "covariance_XX")
 
     def __init__(self, mean_X: np.ndarray, deviation_X: np.ndarray) -> None:
-        """Sets the prior means and standard deviations of the coefficients, in a unit that the first sample will set."""
+        """`mean_X` and `deviation_X` are the prior means and standard deviations of the coefficients, without a unit.
+
+        The first sample decides how many seconds their unit is.
+        """
         self._mean_X = mean_X
         self._prior_XX = np.diag(deviation_X**2)
         self.is_known = False
@@ -208,7 +212,8 @@ class Regression:
     def is_sound(self) -> bool:
         """Returns whether fields that were loaded from a file are valid.
 
-        Then the unit is positive, and samples can have reduced the prior covariance to this one.
+        They are valid if the unit of the prior is positive, and if samples can have turned the prior covariance into this one.
+        Samples only ever reduce it.
         """
         covariance_XX = self.covariance_XX
         if self.is_known and not self._scale_s >= 1e-9:
@@ -227,10 +232,9 @@ class Regression:
         self.covariance_XX = self.covariance_XX + NOISE**2 * (self._prior_XX - self.covariance_XX)
 
     def with_none_negative(self, terms: slice) -> np.ndarray:
-        """Returns the most likely coefficients under the condition that those in the slice `terms` are not negative.
+        """Returns the coefficients as if none of those in the slice `terms` could be negative. Changes nothing in the object.
 
-        It sets negative ones to 0 and changes the others by what the covariance predicts, so that all of them together still
-        fit the samples.
+        Negative ones become 0. The others change as the covariance predicts, so that all together still fit the samples.
         """
         x = self.coefficients_X
         covariance_XX = self.covariance_XX
@@ -292,7 +296,7 @@ class StepModel:
     def is_sound(self) -> bool:
         """Returns whether fields that were loaded from a file are valid.
 
-        Then the units are at least one row, and all predictions are finite.
+        They are valid if both units are at least 1, and all predictions are finite.
         """
         if min(self._unit, self._unit_drafting) < 1.0:
             return False
@@ -358,8 +362,8 @@ class StepModel:
     def _add_launches(self, seconds_R: np.ndarray) -> float:
         """Adds the time of launches to the seconds of steps that are larger than the largest CUDA graph. Returns `launch_s`.
 
-        This overwrites the last part of `seconds_R`. If there was no such step yet, it is assumed that the launches take as
-        long as a step of the largest graph.
+        This overwrites the entries of `seconds_R` for such steps. If there was no such step yet, it is assumed that the
+        launches take as long as a step of the largest graph.
         """
         rows_R = np.arange(self._edge + 1, len(seconds_R))
         if not len(rows_R):
@@ -386,9 +390,11 @@ class StepModel:
     def _terms(
         self, num_requests: int, num_drafts: int, has_drafters: bool, context: float = 0.0, rows: float | None = None
     ) -> np.ndarray:
-        """Returns the terms of a step in the regression of steps.
+        """Returns the values by which the regression of steps multiplies its coefficients to predict the seconds of a step.
 
-        The terms for changes of slope are relative to their knots, so that their priors have no unit.
+        The comment in `__init__` names them. `rows` is the number of rows that the step computes, and by default follows from
+        the other arguments. The term of a knot is the number of rows beyond it, as a share of the knot. So the prior of its
+        coefficient has no unit.
         """
         if rows is None:
             rows = float(self._padded_R[min(num_requests + num_drafts, len(self._padded_R) - 1)])
@@ -398,7 +404,7 @@ class StepModel:
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
 
     def _launched_terms(self, num_rows: float) -> np.ndarray:
-        """Returns the terms of a step in the regression of steps that are larger than the largest CUDA graph."""
+        """Returns the same as `_terms` for the regression of the steps that are larger than the largest CUDA graph."""
         rows = min(num_rows, len(self._padded_R) - 1)
         inner_J = self._corners[:-1]
         return np.concatenate([(1.0, (rows - self._edge) / self._edge), np.maximum(rows - inner_J, 0.0) / inner_J])
