@@ -152,7 +152,7 @@ class Level:
         return float((drafted_K * self.rates(len(drafted_K))).sum())
 
     def assume(self, rates_K: np.ndarray) -> None:
-        """Starts with these rates, as if they had been measured with `GATE_DRAFTED` draft tokens."""
+        """Learns these rates as if they had been measured with `GATE_DRAFTED` draft tokens."""
         drafted_K = np.full(len(rates_K), GATE_DRAFTED / len(rates_K))
         self.learn(drafted_K, drafted_K * rates_K)
 

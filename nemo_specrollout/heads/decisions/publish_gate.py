@@ -31,7 +31,7 @@ class GateDecision:
     num_samples: int
     """Number of independent samples, which are the different prompts."""
     reason: str
-    """Sentence for the log."""
+    """Sentence that says whether the candidate is published or refused, and why."""
 
 
 class PublishGate:

@@ -173,10 +173,11 @@ class FeatureStore(FeatureReader):
             self._lock.close()
 
     def append(self, features: SequenceFeatures, prompt_ids: torch.Tensor | Sequence[int] | None = None) -> None:
-        """Copies a sequence into memory, from where the next flush writes it to disk. Flushes first if the memory is full.
+        """Copies a sequence into memory. The next flush writes it to disk. If the memory is full, it is flushed first.
 
         `prompt_ids` decide whether the sequence is held out. By default they are the sequence's own prompt. Raises ValueError
-        if the features do not fit the source or the store, or if their prompt is not known. Raises OSError if a flush fails.
+        if the features do not fit the source or the store, or if neither `prompt_ids` nor the features have the whole prompt.
+        Raises OSError if a flush fails.
         """
         self._check(features)
         held_out = is_held_out(features.whole_prompt_P if prompt_ids is None else prompt_ids, self.held_out_share)

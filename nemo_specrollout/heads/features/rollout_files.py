@@ -213,9 +213,10 @@ def _answer(prompt: list[int], response: list[int], where: str) -> Iterator[Roll
 
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
-    """Yields a rollout for each response in a line of NeMo-RL's log, which may have several samples and turns.
+    """Yields a rollout for each response in a line of NeMo-RL's log.
 
-    A response is a span of tokens whose mask is 1. A span at the beginning of a sample is skipped, because it has no prompt.
+    A line may have several samples, and a sample several responses. A response is a span of tokens whose mask is 1. A span at
+    the beginning of a sample is skipped, because it has no prompt.
     """
     rows, masks = (_as_batch(record[key], f"{where}: {key}") for key in _AS_LOGGED)
     given = record.get("input_lengths")

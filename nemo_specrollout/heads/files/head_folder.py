@@ -71,7 +71,10 @@ class HeadFolder:
         return self.path / "teachers" / f"policy_{version}.safetensors"
 
     def candidate(self, step: int, published: bool) -> Path:
-        """Returns the folder for a head that was judged after RL step `step`. For a refused head this is `refused/`."""
+        """Returns the folder for a head that was judged after RL step `step`.
+
+        This is `step_N/` for a head that is published, and `refused/` for any other.
+        """
         return self.path / (f"step_{step}" if published else "refused")
 
     def published(self) -> PublishedHead | None:

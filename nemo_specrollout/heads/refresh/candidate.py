@@ -28,7 +28,7 @@ from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.storage.files import write_atomically
 
 MIN_GAIN = 0.05
-"""Smallest divisor of `Refresh.gain`, in accepted draft tokens per engine step. It keeps the gain finite."""
+"""Minimum of accepted draft tokens per engine step by which `Refresh.gain` is divided. It keeps the gain finite."""
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,9 @@ class FeatureCapture(Participant):
     """
 
     def __init__(self, runner: Any, share: float) -> None:
-        """Prepares to capture requests of an engine, whose vLLM model runner is `runner`.
+        """Allocates the buffer for features on the device now, so that vLLM's memory profile includes it.
 
-        `share` is the share of requests that is captured. The buffer is allocated now, so that vLLM's memory profile includes
-        it.
+        `runner` is the engine's vLLM model runner. `share` is the share of its requests that is captured.
         """
         num_features = (len(aux_layer_ids(runner) or ()) + 1) * runner.model_config.get_hidden_size()
         self._capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))

@@ -44,10 +44,10 @@ def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
 
 
 def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
-    """Replaces modules that `draft` shares with the policy by copies, if loading weights of these names would overwrite them.
+    """Gives `draft` its own copies of the modules that it shares with the policy and that `weight_names` would overwrite.
 
-    Returns the paths of the copies in `draft`. A weight's name tells only the last part of its module's path, because a loader
-    may rename the parts before. For example, `lm_head.weight` stands for every module that is called `lm_head`.
+    Returns the module paths of the copies in `draft`. Of a weight's name, only the module's own name is compared, because a
+    loader may rename what stands before. For example, `lm_head.weight` stands for every module that is called `lm_head`.
     """
     leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
     paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]

@@ -36,11 +36,11 @@ class Acceptance:
     """
 
     count_NK: np.ndarray
-    """Number of draft tokens at this position."""
+    """Number of draft tokens that were counted at each position of each sequence."""
     accepted_NK: np.ndarray
-    """Sum of the probabilities that the draft token is accepted, given that all draft tokens before it are accepted."""
+    """Sum, over these draft tokens, of the probability that the token is accepted if all draft tokens before it are."""
     survived_NK: np.ndarray
-    """Sum of the probabilities that the draft tokens up to this position are all accepted."""
+    """Sum, over these draft tokens, of the probability that the token and all draft tokens before it are accepted."""
 
     @property
     def acceptance_rate_K(self) -> np.ndarray:

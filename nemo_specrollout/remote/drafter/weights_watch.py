@@ -86,7 +86,7 @@ class WeightsWatch:
                 return
 
     def _reads(self, publication: Publication) -> bool:
-        """Reads a publication, and returns whether it can be used. If so, `take` returns it."""
+        """Reads the weights of a publication for the next `take`. Returns False if they cannot be used."""
         try:
             tensors = self._read(publication.path)
             if stamp_of(publication.path) != publication.stamp:

@@ -131,7 +131,10 @@ class DrafterSide:
                 self._follow(session, message, now_s)
 
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
-        """Notes the tokens that the engine has drafted in an engine step of `token_s` seconds, `DRAFT_ROW` [M]."""
+        """Appends the tokens of one engine step to their shadow sequences, and keeps them for the next answers to verifiers.
+
+        `rows_M` has the tokens as `DRAFT_ROW` [M]. The engine step took `token_s` seconds.
+        """
         self._token_s = min(token_s, LONGEST_TOKEN_S)
         sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
@@ -220,9 +223,9 @@ class DrafterSide:
         self._commit(session, step)
 
     def _shadows_of(self, session: _Session, requests_N: np.ndarray) -> np.ndarray:
-        """Returns the number of each request's shadow sequence, int64 [N].
+        """Returns the id of each request's shadow sequence, int64 [N].
 
-        It is `NO_SHADOW` if the session has no such request.
+        The id is `NO_SHADOW` if the session has no such request.
         """
         shadows_N = session.shadow_of_slot[requests_N & SLOT_MASK].astype(np.int64)
         is_its_N = (self._requests[shadows_N] == requests_N) & (self._session_of[shadows_N] == session.number)

@@ -30,7 +30,7 @@ NO_SESSION = 0
 """Number of the session in a `Refuse` that answers an unreadable message, because the session of such a message is not known.
 No verifier has this number."""
 LONGEST_REASON = 1000
-"""Maximum number of characters of an error's text that are sent. A `Line` may have four times as many."""
+"""Maximum number of characters of a text that `as_line` keeps. A `Line` has room for more."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that has been silent for a much shorter time."""
 
@@ -167,7 +167,7 @@ class Publish(_Tagged, frozen=True):
     """
 
     folder: Line
-    """Absolute path on the drafter's machine."""
+    """Absolute path of the folder with the weights, on the drafter's machine."""
     version: Count
     """Version of the weights, a number that the publisher chooses. The answer repeats it."""
 
@@ -183,7 +183,7 @@ class Published(_Tagged, frozen=True):
 def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
     """Returns the message with which a drafter refuses `message`, for the given reason.
 
-    `message` came from a verifier or a publisher.
+    It is a `Published` with an error if `message` is a `Publish`, and a `Refuse` otherwise.
     """
     if isinstance(message, Publish):
         return Published(message.version, reason)

@@ -32,8 +32,8 @@ from nemo_specrollout.remote.protocol.messages import (
 from nemo_specrollout.remote.protocol.peer import FIRST_PAUSE_S, Peer, PeerState
 
 HEARTBEAT_S = 0.2
-"""Seconds after which a drafter gets a message even if it has none of this verifier's requests. Its answer shows that it is
-alive and how many requests it has."""
+"""Maximum seconds between two messages to a drafter, even if it has no request of this verifier. From the answers the verifier
+knows that the drafter is alive, and how many requests it has."""
 NO_DRAFTER = -1
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
@@ -169,8 +169,7 @@ class VerifierSide:
     def move(self, drafter: int, why_unreachable: str = "") -> None:
         """Notes that a drafter has a new address. Failures at the old address no longer delay the next `Hello`.
 
-        If `why_unreachable` is given, the drafter has no address for this reason, and it is not contacted until the next
-        `move`.
+        `why_unreachable` is empty, or says why the drafter has no address. Then it is not contacted until the next `move`.
         """
         self._take_all_back(drafter)
         peer = self.peers[drafter]

@@ -183,7 +183,7 @@ class RemoteDrafter:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Reads the messages that have arrived, and sends to the drafters which tokens and requests are new."""
+        """Reads messages that have arrived, sends new tokens and requests to the drafters, and updates the draft stream."""
         now_s = self._receive()
         for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
             reason = self._send(drafter, message)
