@@ -57,8 +57,9 @@ class HeadHealth:
 def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
     """Returns a word and a sentence for the likely cause of a collapse after `event`.
 
-    If several causes are possible, the one with the most certain evidence is returned. A head may have been trained with its
-    own RoPE, so if its drafts were right until a refit, its RoPE is not the cause.
+    If several causes are possible, the one with the most certain evidence is returned. A RoPE that differs from the policy's
+    is no proof of a fault, because a head may have been trained with it. It is not the cause if the head drafted well until a
+    refit.
     """
     rope = health.rope_difference
     is_rope_suspect = bool(rope) and (event != "refit" or health.age_in_versions == 0)
@@ -139,8 +140,8 @@ class Level:
     def rates(self, num_positions: int) -> np.ndarray:
         """Returns the rates at the first `num_positions` positions, float64 [num_positions].
 
-        A rate is the probability that all draft tokens up to a position are accepted. For positions without draft tokens so
-        far, the rates continue the mean decline over the other positions.
+        A rate is the probability that all draft tokens up to a position are accepted. Positions without draft tokens so far
+        get rates that fall from one position to the next as they do on average at the other positions.
         """
         rates_K = np.clip(self.accepted_K / np.maximum(self.drafted_K, 1.0), MIN_RATE, MAX_RATE)[self.drafted_K >= 1.0]
         step = float(rates_K[-1] ** (1 / len(rates_K))) if len(rates_K) else MIN_RATE

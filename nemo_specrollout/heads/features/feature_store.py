@@ -247,7 +247,7 @@ class FeatureStore(FeatureReader):
     def _add_shard(self, version: int, sequences: list[tuple[SequenceFeatures, bool]]) -> None:
         """Writes sequences of one policy version as a new shard, and drops older shards if there is no room for it.
 
-        If only newer shards could make room, the sequences are not written.
+        If dropping all older shards would not make enough room, nothing is dropped and the sequences are lost.
         """
         number = max((_age(shard)[1] for shard in self.shards()), default=-1) + 1
         data = _serialized(sequences)

@@ -103,7 +103,10 @@ def _layers_read(config: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _shape_misfit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns a sentence if a layer has no tensors or the input width of `fc` contradicts the config, and otherwise None."""
+    """Returns what is wrong with the tensors' shapes, or None.
+
+    It is a fault if a layer has no tensor, or if the input width of `fc` contradicts the config.
+    """
     layer = config.get("transformer_layer_config") or config
     wanted = layer.get("num_hidden_layers") or 0
     there = {number for name in shapes if (number := layer_number(name)) is not None}

@@ -219,9 +219,9 @@ def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Cal
 
 @torch.no_grad()
 def _save_candidate(job: RefreshJob, head: DraftHead) -> None:
-    """Rounds the head's weights to the dtype of the file, and saves the head.
+    """Rounds the weights of `head` itself to the dtype of the file, and saves the head.
 
-    So the publish gate judges exactly the weights that are saved.
+    The publish gate judges `head` afterwards, so it judges exactly the weights that are saved.
     """
     dtype = getattr(torch, job.options.dtype)
     for parameter in head.learned().values():

@@ -19,7 +19,7 @@ from nemo_specrollout.sampling.platforms import native_worker
 _NativeWorker: Any = native_worker(compat.device_type())
 _NAMES = list(inspect.signature(Sampler.apply_sampling_params).parameters)
 _POSITIONS = _NAMES.index("pos") - _NAMES.index("expanded_idx_mapping") - 1
-"""Index of the tensor of positions among the arguments `rows` of `ShadowWorker.sample`."""
+"""Index in the tuple `rows` of `ShadowWorker.sample` at which vLLM passes the tensor of positions."""
 
 
 class ShadowWorker(_NativeWorker):

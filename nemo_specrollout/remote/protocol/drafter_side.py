@@ -82,8 +82,8 @@ class DrafterSide:
     """The drafter's part of the protocol. Owns the sessions of verifiers and the state of their shadow sequences.
 
     A shadow sequence is a drafter's copy of a verifier's request. The engine has its full text and its KV cache. A *shadow* is
-    a place for a shadow sequence. It belongs to one request of one session until the session closes the request, opens it
-    again, or is forgotten.
+    the number of one of the `num_shadows` places that shadow sequences can take. It belongs to one request of one session
+    until the session closes the request, opens it again, or is forgotten.
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's view of one drafter, which says when to greet it, how long it may be silent, and what it has read.
+"""What a verifier knows about one drafter. It says when to greet the drafter, and how long the drafter may be silent.
 
 To greet a drafter means to send it a `Hello`. A drafter that failed, does not answer or does not fit is greeted again after a
 pause, so no state lasts forever.

@@ -39,7 +39,7 @@ class DraftStream:
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
         """Clears the table. `on_device` returns it as an int32 tensor on the device.
 
-        The tensor is either the same memory, or a copy that begins with the call of `on_device`.
+        This tensor shares the memory of `table_SX`, or the call of `on_device` starts to copy the table to it.
         """
         self.table_SX = table_SX
         self._on_device = on_device
@@ -170,6 +170,7 @@ class RemoteDrafter:
     def _committed(self, slots: list[int], tenures: list[int], token_ids: Sequence[Sequence[int]]) -> None:
         """Appends the tokens of an engine step to the requests' texts on the host, and exchanges messages with the drafters.
 
+        `tenures` are the values of `_tenures_S` when the engine step began, and `token_ids` the new tokens of each slot.
         Tokens are ignored if their request has left its slot meanwhile, or if it gets no remote drafts.
         """
         longest = self._token_ids_SL.shape[1]
