@@ -91,9 +91,9 @@ class RefreshState:
         return bool(published), str(reason)
 
     def put(self, published: bool, reason: str) -> None:
-        """Moves the candidate to `out` if it is published and otherwise to `refused`, and replaces a head that is there.
+        """Moves the candidate to DIR if it is published, and to DIR.refused otherwise. A head that is there is replaced.
 
-        A head in `out` is replaced by two renames. If the process is killed between them, `recover` puts the old head back.
+        A head in DIR is replaced by two renames. If the process is killed between them, `recover` puts the old head back.
         """
         place = self.out if published else self.refused
         write_atomically(self._verdict, json.dumps([published, reason]) + "\n")

@@ -67,7 +67,7 @@ class WeightsWatch:
         return ready
 
     def refuse(self, weights: NewWeights, reason: str) -> None:
-        """Notes that the drafter could not load weights that `take` has returned, and why."""
+        """Notes that the drafter could not load weights that `take` has returned, and why. They are not read again."""
         self._note(weights.publication, reason)
 
     def look(self) -> None:

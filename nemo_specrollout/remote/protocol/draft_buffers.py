@@ -105,7 +105,7 @@ class DraftBuffers:
         self._vocab_size = vocab_size
 
     def open(self, slot: int, request: int, seed: int, text: np.ndarray) -> None:
-        """Gives `slot` to the request with number `request`. All of its int32 `text` is committed."""
+        """Gives `slot` to the request with number `request`. The request's `text`, int32, counts as committed."""
         length = len(text)
         self._slots[slot] = (request, length, length, 0.0, 0.0)
         self._rings[slot, length % self._rings.shape[1]]["prefix_hash"] = text_hash(seed, text)

@@ -267,7 +267,7 @@ class VerifierSide:
     def _step(
         self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> Step:
-        """Returns the next `Step` for a drafter, which commits new tokens of requests that it knows and opens other requests.
+        """Returns the next `Step` for a drafter, with the new tokens of its requests and with requests that are new to it.
 
         `slots_b` are the slots of all requests that are assigned to the drafter. The opened texts take at most `room` bytes.
         Together with opened texts that the drafter has not read yet, they take at most `OPENED_BYTES`. The oldest requests are

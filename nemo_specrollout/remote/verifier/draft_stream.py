@@ -170,8 +170,8 @@ class RemoteDrafter:
     def _committed(self, slots: list[int], tenures: list[int], token_ids: Sequence[Sequence[int]]) -> None:
         """Appends the tokens of an engine step to the requests' texts on the host, and exchanges messages with the drafters.
 
-        `tenures` are the values of `_tenures_S` when the engine step began, and `token_ids` the new tokens of each slot.
-        Tokens are ignored if their request has left its slot meanwhile, or if it gets no remote drafts.
+        `tenures` has the values of `_tenures_S` in that engine step, and `token_ids` has the new tokens of each slot. Tokens
+        are ignored if their request has left its slot meanwhile, or if it gets no remote drafts.
         """
         longest = self._token_ids_SL.shape[1]
         with self._lock:
