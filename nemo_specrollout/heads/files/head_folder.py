@@ -12,8 +12,8 @@ from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 NUM_KEPT = 3
-"""Number of draft heads that are kept, the newest first. As many files with the policy's LM head and embedding are kept. More
-than one is needed because an engine reads its head and the one before it after an alarm."""
+"""Number of draft heads that are kept, which are the newest ones. As many files with the policy's LM head and embedding are
+kept. Older heads are needed because after an alarm an engine may read the head before the newest."""
 
 
 @dataclass(frozen=True)

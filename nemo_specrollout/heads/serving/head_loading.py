@@ -195,18 +195,19 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _load_weights(head: nn.Module, load: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """Loads weights into a head with its own method `load`, but leaves out a vocabulary map `d2t` that it does not need.
+    """Loads weights into a head with its own method `load`, but leaves out the vocabulary map `d2t` if the head needs none.
 
-    A head that can draft all tokens does not need the map, which is then all zero. vLLM >= 0.32 fails on it.
+    A head that can draft all tokens needs no map. If its file has one, the map is all zero, and vLLM >= 0.32 fails on it.
     """
     has_map = head.draft_id_to_target_id is not None
     return load(head, (pair for pair in weights if has_map or "d2t" not in pair[0] or pair[1].any()))
 
 
 def _layer_ids(find: Any, spec_config: Any) -> tuple[int, ...]:
-    """Returns the policy layers whose inputs a head reads, which vLLM's `find` or the head's `eagle_config` names.
+    """Returns the ids of the policy layers whose inputs a head reads.
 
-    vLLM's V2 model runner ignores the `eagle_config`.
+    `find` is vLLM's own function for this. If it finds none, the ids come from `eagle_config` in the head's config, which
+    vLLM's V2 model runner ignores.
     """
     nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None)
     num_layers = spec_config.target_model_config.get_total_num_hidden_layers()

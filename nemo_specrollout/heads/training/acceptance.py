@@ -38,9 +38,9 @@ class Acceptance:
     count_NK: np.ndarray
     """Number of draft tokens that were counted at each position of each sequence."""
     accepted_NK: np.ndarray
-    """Sum, over these draft tokens, of the probability that the token is accepted if all draft tokens before it are."""
+    """Sum, over the draft tokens at each position, of the probability that a token is accepted if all before it are."""
     survived_NK: np.ndarray
-    """Sum, over these draft tokens, of the probability that the token and all draft tokens before it are accepted."""
+    """Sum, over the draft tokens at each position, of the probability that a token and all before it are accepted."""
 
     @property
     def acceptance_rate_K(self) -> np.ndarray:

@@ -26,7 +26,7 @@ class WeightsWatch:
     """Watches a folder for publications. Owns the thread, weights that were read but not taken, and unusable publications.
 
     A publication is a folder with a checkpoint, inside the watched folder. The thread reads and checks its files, and the
-    drafter's loop takes the weights between two of its turns. A publication that cannot be used is not tried again unless its
+    drafter's loop takes the weights between two engine steps. A publication that cannot be used is not tried again unless its
     files change. Until then, the newest publication that can be used is in use. If the newest publication is removed, the
     drafter goes back to the one before it.
     """

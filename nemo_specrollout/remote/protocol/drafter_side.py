@@ -52,7 +52,7 @@ class DraftModel:
 
 @dataclass
 class _Session:
-    """State of one session, which is one process of a verifier."""
+    """State of one session. A session lasts as long as one process of a verifier."""
 
     peer: Hashable
     number: int
