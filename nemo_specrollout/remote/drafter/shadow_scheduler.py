@@ -40,7 +40,7 @@ class ShadowScheduler(Scheduler):
         self._drafted: list[tuple[int, int, int, int, int]] = []
 
     def add_request(self, request: Any) -> None:
-        """Adds a request. Its id is the number of its shadow sequence, to which vLLM may have appended a suffix."""
+        """Adds a request. Its id begins with the number of its shadow sequence. vLLM may have appended a suffix."""
         self._shadows[_shadow_of(request.request_id)] = request
         self._changed.pop(request.request_id, None)
         super().add_request(request)

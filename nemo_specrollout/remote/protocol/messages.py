@@ -2,7 +2,7 @@
 """The messages between verifiers and remote drafters. They have types and limited sizes, and they cannot carry code.
 
 msgspec packs them. The values of many requests travel as rows of one NumPy type, packed as little-endian bytes, because
-neither side should loop over requests in Python. A session is one process of a verifier. A request is identified by its
+neither side should loop over requests in Python. Each process of a verifier has one session. A request is identified by its
 session and by a number that the session never uses twice.
 """
 
@@ -226,7 +226,10 @@ def decode(frame: bytes) -> Message:
 
 
 def _check_rows(*parts: tuple[bytes, Any]) -> None:
-    """Raises FrameError unless each part consists of complete rows of its type, and of at most `MAX_ROWS`."""
+    """Raises FrameError unless each part has complete rows and at most `MAX_ROWS` of them.
+
+    `parts` are pairs of packed rows and the NumPy type of a row.
+    """
     for data, type_ in parts:
         num_rows, rest = divmod(len(data), np.dtype(type_).itemsize)
         if rest or num_rows > MAX_ROWS:
