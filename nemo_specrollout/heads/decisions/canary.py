@@ -231,9 +231,10 @@ class Canary:
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
         """Adds counts to the evidence for a collapse, and returns an alarm if there is enough evidence.
 
-        After an event, the score can grow by `THRESHOLD / MIN_REQUESTS` times the largest number of requests in an engine step
-        since then. So it can rise from zero to the threshold only if an engine step has at least `MIN_REQUESTS` requests. This
-        limit is needed because the last few requests of a rollout may just be hard to draft for.
+        The score's growth since the last event is limited. The limit is `THRESHOLD / MIN_REQUESTS` times the number of
+        requests in the largest engine step since then. So the score can rise from 0 to the threshold only if an engine step
+        has had at least `MIN_REQUESTS` requests. The limit is needed because the last few requests of a rollout may just be
+        hard to draft for.
         """
         evidence = self._evidence
         rates_K = self.level.rates(len(drafted_K))

@@ -138,9 +138,8 @@ class FeatureStore(FeatureReader):
     """Writes a feature store. It can also read what is on disk. A store has only one writer at a time.
 
     At any moment, even if the process is killed, every shard is complete and all shards together take at most `max_bytes`. A
-    full store drops whole shards, those of the oldest policy versions first. If the process is killed, all sequences are lost
-    that were appended since the last flush. Together they take at most an eighth of `max_bytes`, unless it is a single longer
-    sequence.
+    full store drops whole shards, those of the oldest policy versions first. If the process is killed, the sequences since the
+    last flush are lost. These are at most an eighth of `max_bytes`, or one longer sequence.
     """
 
     def __init__(self, folder: Path, max_bytes: int, source: FeatureSource, held_out_share: float = 0.1) -> None:

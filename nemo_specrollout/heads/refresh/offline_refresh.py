@@ -269,7 +269,7 @@ def _named_files(options: RefreshOptions) -> list[Path]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turns an error of writing to `folder` into an OSError whose text says what to do.
+    """Context manager that turns an error of writing to `folder` into an OSError whose text says what to do.
 
     This is needed because torch.save and safetensors raise errors of other types if the disk is full.
     """

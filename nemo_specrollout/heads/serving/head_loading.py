@@ -123,9 +123,10 @@ def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Returns the policy's embedding by the name that it has in a head. It is loaded with a published head that has none.
+    """Returns the policy's embedding, to be loaded together with a published head that has no embedding.
 
-    The result is empty if this rank has only a part of the embedding. Then the engine's head keeps its present embedding.
+    The result is a dict from the embedding's name in a head to the tensor. It is empty if this rank has only a part of the
+    embedding. Then the engine's head keeps its present embedding.
     """
     found = (p for name, p in model.named_parameters() if name.endswith(f"{EMBEDDING}.weight"))
     weight = next(found, torch.empty(0))

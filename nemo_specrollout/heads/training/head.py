@@ -53,7 +53,7 @@ _COPIED = (
 _NOT_OF_THE_LAYER = ("architectures", "model_type", "auto_map", "eagle_config", "torch_dtype", "dtype")
 """Fields of a head's config that do not describe its layer."""
 _DEFAULT_DRAFTS = 3
-"""Value of `speculative_tokens` in the config of a saved head. vLLM drafts as many tokens only if the user gives no number."""
+"""Value of `speculative_tokens` in the config of a saved head. vLLM uses it if the user gives no number of draft tokens."""
 
 _DAMAGED = "it is no whole file of tensors"
 _COPY_FILE = "copy it again"
@@ -62,8 +62,8 @@ _COPY_FILE = "copy it again"
 class DraftHead:
     """A draft head that can be trained, with copies of the policy's LM head and embedding, which training does not change.
 
-    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has only those of its rows that belong to tokens that the
-    head can draft. It computes the policy's logits of these tokens from the policy's hidden states after the final norm.
+    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has only its rows for tokens that the head can draft. It
+    computes the policy's logits of these tokens from the policy's hidden states after the final norm.
     """
 
     def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:

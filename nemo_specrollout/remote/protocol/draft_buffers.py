@@ -122,8 +122,8 @@ class DraftBuffers:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Extends the committed text of each slot to `lengths_b` tokens, and drops buffered draft tokens that differ from it.
 
-        Returns what a `Step` says about this to the drafter, which is a `COMMIT_ROW` for each slot [b], and the new tokens of
-        all slots one after another.
+        Returns a `COMMIT_ROW` for each slot [b], and the new tokens of all slots one after another. A `Step` carries both to
+        the drafter.
         """
         rows_b = np.zeros(len(slots_b), COMMIT_ROW)
         slots = self._slots[slots_b]

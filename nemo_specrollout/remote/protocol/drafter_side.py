@@ -68,7 +68,7 @@ class _Session:
     refused: set[int] = field(default_factory=set)
     """Numbers of the requests for which this drafter will not draft, and about which the verifier has not been told yet."""
     reason: str = ""
-    """Why the latest request was refused."""
+    """Reason of the latest refusal of a request."""
     rows: list[np.ndarray] = field(default_factory=list)
     """Draft tokens to send, as `DRAFT_ROW`."""
 
