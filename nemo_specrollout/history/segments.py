@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes segments, which are the files of a history. Each engine writes its own and reads those of all engines.
+"""Reads and writes segments, which are the files of a history. Each engine writes its own segments and reads all segments.
 
 A segment consists of two files with the same name. `NAME.texts` has the tokens of the texts, one text after another.
 `NAME.rows` has a row of fixed size for each text, so that a reader finds the texts of a prompt without reading other texts.

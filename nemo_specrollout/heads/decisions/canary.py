@@ -273,9 +273,9 @@ class Canary:
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
     """Returns the log likelihood ratio of a collapsed head to a healthy head whose rates are `rates_K`.
 
-    The ratio is first computed as if all draft tokens were independent. They are not, because a draft token can be accepted
-    only if those before it are, and because requests differ. Both make the variance of the number of accepted tokens larger.
-    So the ratio is divided by the factor by which the variance grows.
+    The ratio is first computed as if all draft tokens were independent. In fact a draft token can be accepted only if all
+    before it are accepted, and requests differ. Both facts make the variance of the number of accepted tokens larger. So the
+    ratio is divided by the factor by which the variance grows.
     """
     dead_K = COLLAPSE_SHARE * rates_K
     missed_K = drafted_K - accepted_K

@@ -123,7 +123,7 @@ def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens
 
 
 def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the first sequences that together have at least `max_tokens` tokens, or all if they have fewer."""
+    """Returns as many of the first sequences as are needed to have `max_tokens` tokens, or all if there are fewer tokens."""
     found: list[SequenceFeatures] = []
     num_tokens = 0
     for features in sequences:
@@ -187,9 +187,9 @@ class FeatureStore(FeatureReader):
         self._buffered_bytes += num_bytes
 
     def keep(self, captured: Iterable[SequenceFeatures]) -> None:
-        """Appends those of the captured sequences from which a head can learn, and flushes.
+        """Appends the captured sequences from which a head can learn, leaves out the others, and flushes.
 
-        Such a sequence begins in its prompt and has at least one generated token.
+        A head can learn from a sequence that begins in its prompt and has at least one generated token.
         """
         for features in captured:
             if features.first_position < features.prompt_length < features.first_position + features.num_tokens:

@@ -6,8 +6,8 @@ A line of a JSONL file of rollouts has one of three forms, and may have further 
   {"prompt": "...", "response": "..."}, which the policy's tokenizer encodes unchanged
   token_ids, token_loss_mask and input_lengths, as NeMo-RL's GRPO logs them in train_data_step{N}.jsonl.
 A key whose value is null or NaN counts as absent. Such values appear when lines of different forms come from one table, which
-has the columns of all forms in every row. A line with a prompt whose response is null or empty is left out. It is a turn
-without text, for example one that only calls tools. Every error is a ValueError that names file, line, field and fix.
+has the columns of all forms in every row. A line that has a prompt, but a response that is null or empty, is left out. It is a
+turn without text, for example one that only calls tools. Every error is a ValueError that names file, line, field and fix.
 """
 
 import math

@@ -121,7 +121,7 @@ def read_head_facts(folder: Path) -> HeadFacts:
 def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...] = ("",)) -> "dict[str, torch.Tensor]":
     """Returns a head's tensors by their names in `speculators`, as numpy arrays if the framework is `np`.
 
-    By default all tensors are read. If `only` is given, those are read whose names in the files end in one of `only`.
+    By default all tensors are read. `only` limits them to the tensors whose names in the files end in one of its strings.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in _tensor_files(folder):

@@ -94,9 +94,9 @@ class Refresh:
 
     @property
     def gain(self) -> float | None:
-        """Accepted draft tokens per engine step with the candidate, divided by those with the head that it replaces.
+        """Accepted draft tokens per engine step with the candidate, as a multiple of those with the head in service until now.
 
-        It is None if the candidate was refused.
+        The gain is None if the candidate was refused.
         """
         judgement = self.judgement
         if not self.published or judgement is None:

@@ -84,7 +84,7 @@ class RefreshState:
         return continues
 
     def verdict(self) -> tuple[bool, str] | None:
-        """Returns whether the candidate was published, and the reason, or None while the candidate is still in DIR.partial."""
+        """Returns whether the candidate was published and why, or None while the candidate is still in DIR.partial."""
         if self.candidate.exists() or not self._verdict.is_file():
             return None
         published, reason = json.loads(self._verdict.read_text())

@@ -46,8 +46,8 @@ def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
 def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
     """Gives `draft` its own copies of the modules that it shares with the policy and that `weight_names` would overwrite.
 
-    Returns the module paths of the copies in `draft`. Of a weight's name, only the module's own name is compared, because a
-    loader may rename what stands before. For example, `lm_head.weight` stands for every module that is called `lm_head`.
+    Returns the module paths of the copies in `draft`. Weights are matched to modules by the module's own name alone, because a
+    loader may rename the path before it. For example, `lm_head.weight` matches every module that is called `lm_head`.
     """
     leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
     paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]
@@ -61,9 +61,9 @@ def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable
 def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
     """Gives a draft head an LM head of its own if vLLM lets it share the policy's.
 
-    vLLM shares the LM head if the head's and the policy's are equal at the start, as they are in a head that was never
-    trained. Loading a head later would then overwrite the policy's LM head. The embedding stays shared, because no head learns
-    one.
+    vLLM shares the policy's LM head with the draft head if the draft head's own is equal to it at the start. A draft head that
+    was never trained has an equal one. Loading another draft head later would then overwrite the policy's LM head. The
+    embedding stays shared, because draft heads do not learn one.
     """
     originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
     for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
@@ -134,7 +134,7 @@ def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tens
 
 
 def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Loads tensors of a checkpoint into the drafter's model, even if its layers have repacked their weights."""
+    """Loads tensors of a checkpoint into the drafter's model, even if vLLM has repacked the weights there."""
     draft = runner.speculator.model
     with set_current_vllm_config(runner.vllm_config), torch.device(runner.device):
         layerwise.initialize_layerwise_reload(draft)

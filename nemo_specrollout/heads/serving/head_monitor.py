@@ -92,8 +92,8 @@ class HeadMonitor(Participant):
     def _raise(self, alarm: Any) -> None:
         """Logs and records an alarm. After a collapse, it also turns off or restarts the drafter.
 
-        The drafter is turned off if its weights or its config have a fault. Otherwise it and the canary only forget what they
-        have learned.
+        The drafter is turned off if its weights or its config have a fault. Otherwise the drafter and the canary only forget
+        what they have learned.
         """
         is_collapse = self._canary.is_silent
         is_off = is_collapse and alarm.cause in WEIGHT_CAUSES

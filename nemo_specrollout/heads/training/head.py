@@ -264,9 +264,9 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns the tensors in `names` that the policy's checkpoint has, by name.
+    """Returns the tensors of the policy's checkpoint that are called as in `names`, by name. Absent tensors are left out.
 
-    Raises ValueError if the checkpoint has no embedding of the usual name.
+    Raises ValueError if the checkpoint has no embedding of the usual name, even if `names` does not have it.
     """
     wanted = {*names, EMBEDDING}
     found = dict[str, torch.Tensor]()

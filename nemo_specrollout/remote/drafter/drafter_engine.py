@@ -72,9 +72,9 @@ class DrafterEngine:
         self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
 
     def open(self, shadow: int, opening: Open) -> None:
-        """Adds the shadow sequence that `opening` describes, whose text is read in the next engine step.
+        """Adds shadow sequence number `shadow` for the request in `opening`. Its text is read in the next engine step.
 
-        Raises ValueError if vLLM refuses it.
+        Raises ValueError if vLLM refuses the request.
         """
         from vllm import SamplingParams
 

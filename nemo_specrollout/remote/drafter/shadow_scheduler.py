@@ -25,7 +25,7 @@ class TextChange:
 
 
 class ShadowScheduler(Scheduler):
-    """vLLM's scheduler, except that of the shadow sequences that have begun, only those in `awake` run, in this order.
+    """vLLM's scheduler with one restriction. Of the running requests, only those in `awake` get an engine step, in this order.
 
     At any time, exactly the first `num_computed_tokens` tokens of a shadow sequence's text are in the KV cache. Only
     `take_drafted` hands out the sampled tokens. The vLLM workers have copies of the texts. For a text whose copy is out of

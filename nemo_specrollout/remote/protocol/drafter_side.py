@@ -82,8 +82,8 @@ class DrafterSide:
     """The drafter's part of the protocol. Owns the sessions of verifiers and the state of their shadow sequences.
 
     A shadow sequence is a drafter's copy of a verifier's request. The engine has its full text and its KV cache. A *shadow* is
-    the number of one of the `num_shadows` places that shadow sequences can take. It belongs to one request of one session
-    until the session closes the request, opens it again, or is forgotten.
+    the number of a shadow sequence, below `num_shadows`. It belongs to one request of one session until the session closes the
+    request, opens it again, or is forgotten. Then it is free for another request.
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
@@ -186,7 +186,7 @@ class DrafterSide:
     def _load_weights(self, message: Publish) -> Published:
         """Loads the weights in the folder that `message` names, and returns the answer, with the reason if that failed.
 
-        Tokens that the old weights have drafted may stay in their shadow sequences, because a verifier compares every draft
+        Tokens that the old weights have drafted may stay in the shadow sequences, because a verifier compares every draft
         token with the token that the policy samples.
         """
         try:

@@ -50,14 +50,14 @@ class DrafterStats:
     of drafters. If none has failed, it is the reason why a drafter last refused a request, or empty."""
 
     def since(self, before: "DrafterStats") -> "DrafterStats":
-        """Returns these stats with the counts since `before`, which are earlier stats of the same engine."""
+        """Returns these stats, but with the counts since `before`. `before` are earlier stats of the same engine."""
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS})
 
     @classmethod
     def together(cls, parts: Sequence["DrafterStats"]) -> "DrafterStats":
         """Returns the stats of several engines that share their drafters.
 
-        The counts are added. Of each state, such as the number of ready drafters, the worst value is taken.
+        The counts are added. For each state, such as the number of ready drafters, the result has the worst value.
         """
         sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         worst = {name: choose(getattr(part, name) for part in parts) for name, choose in _WORST.items()}
@@ -67,7 +67,7 @@ class DrafterStats:
         return cls(**sums, **worst, **words)
 
     def figures(self) -> dict[str, Any]:
-        """Returns ratios and counts by their names in docs/reference/metrics.md. A ratio without counts is None."""
+        """Returns ratios and counts by their names in docs/reference/metrics.md. A ratio is None if its divisor is 0."""
         steps = self.num_request_steps
         useless = self.num_wrong + self.num_late + self.num_stale
         drafted = self.num_kept + self.num_late + self.num_stale

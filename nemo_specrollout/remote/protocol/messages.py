@@ -239,6 +239,6 @@ def _check_rows(*parts: tuple[bytes, Any]) -> None:
 def column(data: bytes, dtype: Any) -> np.ndarray:
     """Returns the rows or numbers in `data` as an array of type `dtype`.
 
-    The array is a writable copy, because compiled kernels accept no other.
+    The array is a copy that can be written to, because compiled kernels do not accept read-only arrays.
     """
     return np.frombuffer(data, dtype).copy()
