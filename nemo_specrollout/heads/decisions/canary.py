@@ -15,8 +15,8 @@ import numpy as np
 COLLAPSE_SHARE = 1 / 3
 """Share of the expected acceptance that a head is assumed to have after a collapse."""
 STALE_SHARE = 0.75
-"""Share of the acceptance that a head had right after the last publish. If its acceptance falls below this share, the head
-counts as stale."""
+"""A head counts as stale if its acceptance falls below this share of the acceptance that it had right after the last
+publish."""
 THRESHOLD = math.log(1e9)
 """Score of the evidence for a collapse at which the canary raises an alarm. If it is log(n), a healthy head causes about one
 false alarm in n draft tokens."""
@@ -113,7 +113,7 @@ class _Evidence:
     """Evidence that acceptance has collapsed. The sums begin when acceptance last looked healthy."""
 
     score: float = 0.0
-    """Logarithm of the likelihood of a collapsed head divided by the likelihood of a healthy head, but at least 0."""
+    """Log likelihood ratio of a collapsed head to a healthy head, but at least 0."""
     carried: float = 0.0
     """Score at the last event. This part of the score is kept after the event, even if only a few requests run then."""
     num_requests: int = 0

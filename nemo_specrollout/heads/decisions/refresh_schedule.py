@@ -161,7 +161,7 @@ class RefreshSchedule:
     refuses.
 
     The gain depends on how often the new head will draft. Before the first publish, it is expected to draft in every engine
-    step. Afterwards it is expected to draft in the largest share of engine steps in which the published head has drafted. If
+    step. Afterwards it is expected to draft as often as the published head did in the RL step in which it drafted most. If
     `in_background` is true, the run does not wait for training. Then `max_time_share` limits the trainer's share of the time,
     and a refresh may take as long as an RL step.
     """

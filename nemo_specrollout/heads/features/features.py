@@ -101,8 +101,8 @@ def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
 def loading_faults(folder: Path, what: str, fix: str = "copy the folder again") -> Iterator[None]:
     """Context manager that turns every error of transformers for a damaged `folder` into a ValueError.
 
-    The ValueError names `folder`. It has the problem `what`, and `fix`, which says what to do. The errors of transformers have
-    many types. A damaged tokenizer even makes Rust code panic, which in Python is not an `Exception`.
+    The text of the ValueError has `folder`, the problem (`what`) and what to do about it (`fix`). The errors of transformers
+    have many types. A damaged tokenizer even makes Rust code panic, which in Python is not an `Exception`.
     """
     try:
         yield

@@ -176,9 +176,9 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
-    """Yields the rollouts in one line of a file, which may have any of the forms in `FORMS`.
+    """Yields the rollouts in one line of a file. The line may have any of the forms in `FORMS`.
 
-    Yields nothing if the line has no generated tokens. Raises ValueError if it has none of the forms.
+    Yields nothing if the line has no generated tokens. Raises ValueError if it has none of these forms.
     """
     present = {key for key, value in record.items() if not _is_absent(value)}
     if present.issuperset(_AS_LOGGED):

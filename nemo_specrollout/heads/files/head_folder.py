@@ -103,8 +103,8 @@ class HeadFolder:
     def forget_old(self, version: int) -> None:
         """Removes old heads, and old copies of the policy's LM head and embedding.
 
-        The `NUM_KEPT` newest heads and the head in service stay. So do the copies of policy version `version` and of the
-        versions just before it, `NUM_KEPT` in all.
+        The `NUM_KEPT` newest heads and the head in service stay. The copies of `NUM_KEPT` policy versions stay, which are
+        `version` and the versions just before it.
         """
         published = self.published()
         heads = sorted(self.path.glob("step_*"), key=lambda p: p.stat().st_mtime)

@@ -7,7 +7,8 @@ generated token after which it drafts is called a *start*.
 
 Let TV be the total variation distance between the policy's and the head's distribution of the next token. With shared noise
 (`sampling/`), the probability that a draft token is accepted lies between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
-This module computes the upper bound 1 - TV. It ranks heads as the engine does, but its values are slightly too high.
+This module computes the upper bound 1 - TV. Heads rank by it as by their acceptance in the engine, but its values are slightly
+too high.
 
 Shapes: N sequences, R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size,
 F = auxiliary layers * H, C rows of a chunk, P positions to which a chunk attends.

@@ -145,7 +145,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def _layer_like(policy_folder: Path) -> PretrainedConfig:
-    """Returns the config of the single decoder layer of a new head, which has the sizes of the policy's layers."""
+    """Returns the config of a new head's single decoder layer. The layer has the sizes of the policy's layers."""
     policy = AutoConfig.from_pretrained(policy_folder)
     policy = getattr(policy, "text_config", policy)
     config_class = _CONFIG_CLASSES["qwen3" if policy.model_type.startswith("qwen3") else "llama"]
@@ -264,9 +264,9 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the policy's checkpoint that are called as in `names`, by name. Absent tensors are left out.
+    """Returns the tensors `names` of the policy's checkpoint by name. Tensors that it does not have are left out.
 
-    Raises ValueError if the checkpoint has no embedding of the usual name, even if `names` does not have it.
+    Raises ValueError if the checkpoint has no embedding of the usual name.
     """
     wanted = {*names, EMBEDDING}
     found = dict[str, torch.Tensor]()

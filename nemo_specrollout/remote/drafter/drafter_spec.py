@@ -20,7 +20,7 @@ GPU_MEMORY_SHARE = 0.9
 class DrafterSpec(RemoteDrafterConfig):
     """Settings of a remote drafter.
 
-    They are its options in the config, its address, and the precision and the longest text of the policy's engines.
+    These are the drafter's options in the config, its address, and the precision and the longest text of the policy's engines.
     """
 
     address: str = any_port("127.0.0.1")

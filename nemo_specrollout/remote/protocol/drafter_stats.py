@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 GOOD_OCCUPANCY = 0.8
-"""Share of request steps for which drafts arrived in time. From this share on, the drafters count as fast enough. A request
-step is one request in one engine step."""
+"""Drafters count as fast enough if drafts arrive in time for at least this share of request steps. A request step is one
+request in one engine step."""
 LARGE_WASTE = 0.5
-"""Share of draft tokens that were useless. Above this share, the acceptance rate counts as the bottleneck."""
+"""Share of useless draft tokens above which the acceptance rate counts as the bottleneck."""
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
 
 
 def as_line(text: object) -> str:
-    """Returns a text as a single line of at most `LONGEST_REASON` characters, all of which a message can carry."""
+    """Returns a text as a single line of at most `LONGEST_REASON` characters. Replaces characters that UTF-8 cannot encode."""
     return " ".join(str(text).split()).encode(errors="replace").decode()[:LONGEST_REASON]
 
 

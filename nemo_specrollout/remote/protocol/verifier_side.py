@@ -169,7 +169,8 @@ class VerifierSide:
     def move(self, drafter: int, why_unreachable: str = "") -> None:
         """Notes that a drafter has a new address. Failures at the old address no longer delay the next `Hello`.
 
-        `why_unreachable` is empty, or says why the drafter has no address. Then it is not contacted until the next `move`.
+        If `why_unreachable` is not empty, it says why the drafter has no address. The drafter is then left alone until the
+        next `move`.
         """
         self._take_all_back(drafter)
         peer = self.peers[drafter]
