@@ -32,9 +32,9 @@ class Feeding:
     def chosen(self, texts: Iterable[tuple[Place, int]], num_groups: int) -> tuple[list[Place], bool]:
         """Returns which texts of a group to feed, and whether the index already knows another text of the group.
 
-        A group is all texts of one prompt. `texts` has the place and the number of tokens of each of them, the newest text
-        first. `num_groups` is the number of active groups. The chosen texts and the known ones together take at most 1 / (2 *
-        `num_groups`) of the index.
+        A group is all texts of one prompt. `texts` has the location and the number of tokens of each of them, the newest text
+        first. `num_groups` is the number of prompts of which the engine has requests. The chosen texts and the known ones
+        together take at most 1 / (2 * `num_groups`) of the index. A text that does not fit is left out.
         """
         room = self._most_tokens // (2 * max(num_groups, 1))
         chosen = []
@@ -50,7 +50,7 @@ class Feeding:
         return chosen, is_known
 
     def fed(self, place: Place, num_tokens: int) -> None:
-        """Notes that the text at `place`, which has `num_tokens` tokens, is being fed to the index."""
+        """Notes that the text of `num_tokens` tokens at `place` is being fed to the index."""
         self._num_fed += num_tokens
         self._fed_at.pop(place, None)
         self._fed_at[place] = self._num_fed

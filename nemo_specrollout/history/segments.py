@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes segments, which are the files of a history. Each engine writes its own and reads those of all engines.
+"""Reads and writes segments, which are the files of a history. Each engine writes its own segments and reads all segments.
 
 A segment consists of two files with the same name. `NAME.texts` has the tokens of the texts, one text after another.
 `NAME.rows` has a row of fixed size for each text, so that a reader finds the texts of a prompt without reading other texts.
@@ -189,9 +189,9 @@ class SegmentReader:
         return len(of_length_R) > 0 and bool((of_length_R["checksum"] == checksum_of(text)).any())
 
     def num_tokens(self, row: int) -> int:
-        """Returns the number of tokens that a row gives for its text, but at most `MOST_TOKENS`.
+        """Returns the number of tokens of the text that belongs to a row.
 
-        The bound matters if the row is damaged.
+        The number is read from the row. It is at most `MOST_TOKENS` even if the row is damaged.
         """
         return min(int(self._rows_R[row]["num_tokens"]), MOST_TOKENS)
 

@@ -94,9 +94,9 @@ class HistoryService:
     # Calls from the engine's thread. None of them waits except `settle` and `close`.
 
     def opened(self, groups: Sequence[int]) -> None:
-        """Notes new requests, by their groups, which are the hashes of their prompts.
+        """Notes that requests have begun. `groups` has the hash of each request's prompt.
 
-        The thread then reads those earlier responses of the groups that the context index does not know yet.
+        The history thread then reads the earlier responses to these prompts that the context index does not know yet.
         """
         self._events.put(lambda: self._begin(groups))
 

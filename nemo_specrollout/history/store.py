@@ -31,8 +31,8 @@ class HistoryStore:
     """Reads and writes the history in a folder. Owns the segment to which it writes, and a reader for each segment.
 
     Several processes and several runs may use the same folder at once. Each process writes segments of its own, and reads
-    those of all. Problems of the disk raise no errors. Instead `take_problems` returns sentences about them, and the store
-    continues with the files that still work.
+    the segments of all processes. Problems of the disk raise no errors. Instead `take_problems` returns sentences about them,
+    and the store continues with the files that still work.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ import numpy as np
 COLLAPSE_SHARE = 1 / 3
 """Share of the expected acceptance that a head is assumed to have after a collapse."""
 STALE_SHARE = 0.75
-"""Share of the acceptance that a head had right after the last publish. If its acceptance falls below this share, the head
-counts as stale."""
+"""A head counts as stale if its acceptance falls below this share of the acceptance that it had right after the last
+publish."""
 THRESHOLD = math.log(1e9)
 """Score of the evidence for a collapse at which the canary raises an alarm. If it is log(n), a healthy head causes about one
 false alarm in n draft tokens."""
@@ -57,8 +57,9 @@ class HeadHealth:
 def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
     """Returns a word and a sentence for the likely cause of a collapse after `event`.
 
-    If several causes are possible, the one with the most certain evidence is returned. A head may have been trained with its
-    own RoPE, so if its drafts were right until a refit, its RoPE is not the cause.
+    If several causes are possible, the one with the most certain evidence is returned. A RoPE that differs from the policy's
+    is no proof of a fault, because a head may have been trained with it. It is not the cause if the head drafted well until a
+    refit.
     """
     rope = health.rope_difference
     is_rope_suspect = bool(rope) and (event != "refit" or health.age_in_versions == 0)
@@ -112,7 +113,7 @@ class _Evidence:
     """Evidence that acceptance has collapsed. The sums begin when acceptance last looked healthy."""
 
     score: float = 0.0
-    """Logarithm of the likelihood of a collapsed head divided by the likelihood of a healthy head, but at least 0."""
+    """Log likelihood ratio of a collapsed head to a healthy head, but at least 0."""
     carried: float = 0.0
     """Score at the last event. This part of the score is kept after the event, even if only a few requests run then."""
     num_requests: int = 0
@@ -139,8 +140,8 @@ class Level:
     def rates(self, num_positions: int) -> np.ndarray:
         """Returns the rates at the first `num_positions` positions, float64 [num_positions].
 
-        A rate is the probability that all draft tokens up to a position are accepted. For positions without draft tokens so
-        far, the rates continue the mean decline over the other positions.
+        A rate is the probability that all draft tokens up to a position are accepted. Positions without draft tokens so far
+        get rates that fall from one position to the next as they do on average at the other positions.
         """
         rates_K = np.clip(self.accepted_K / np.maximum(self.drafted_K, 1.0), MIN_RATE, MAX_RATE)[self.drafted_K >= 1.0]
         step = float(rates_K[-1] ** (1 / len(rates_K))) if len(rates_K) else MIN_RATE
@@ -152,7 +153,7 @@ class Level:
         return float((drafted_K * self.rates(len(drafted_K))).sum())
 
     def assume(self, rates_K: np.ndarray) -> None:
-        """Starts with these rates, as if they had been measured with `GATE_DRAFTED` draft tokens."""
+        """Learns these rates as if they had been measured with `GATE_DRAFTED` draft tokens."""
         drafted_K = np.full(len(rates_K), GATE_DRAFTED / len(rates_K))
         self.learn(drafted_K, drafted_K * rates_K)
 
@@ -230,9 +231,10 @@ class Canary:
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
         """Adds counts to the evidence for a collapse, and returns an alarm if there is enough evidence.
 
-        After an event, the score can grow by `THRESHOLD / MIN_REQUESTS` times the largest number of requests in an engine step
-        since then. So it can rise from zero to the threshold only if an engine step has at least `MIN_REQUESTS` requests. This
-        limit is needed because the last few requests of a rollout may just be hard to draft for.
+        The score's growth since the last event is limited. The limit is `THRESHOLD / MIN_REQUESTS` times the number of
+        requests in the largest engine step since then. So the score can rise from 0 to the threshold only if an engine step
+        has had at least `MIN_REQUESTS` requests. The limit is needed because the last few requests of a rollout may just be
+        hard to draft for.
         """
         evidence = self._evidence
         rates_K = self.level.rates(len(drafted_K))
@@ -271,9 +273,9 @@ class Canary:
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
     """Returns the log likelihood ratio of a collapsed head to a healthy head whose rates are `rates_K`.
 
-    The ratio is first computed as if all draft tokens were independent. They are not, because a draft token can be accepted
-    only if those before it are, and because requests differ. Both make the variance of the number of accepted tokens larger.
-    So the ratio is divided by the factor by which the variance grows.
+    The ratio is first computed as if all draft tokens were independent. In fact a draft token can be accepted only if all
+    before it are accepted, and requests differ. Both facts make the variance of the number of accepted tokens larger. So the
+    ratio is divided by the factor by which the variance grows.
     """
     dead_K = COLLAPSE_SHARE * rates_K
     missed_K = drafted_K - accepted_K

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import stdtrit  # the quantile of Student's t
 
 MIN_FIRST_GAIN = 0.1
-"""Gain in acceptance length that a run's first head needs to be published. It is compared with decoding without drafts."""
+"""Gain in acceptance length over decoding without drafts that a run's first head needs to be published."""
 MIN_SAMPLES = 8
 """Minimum number of held-out prompts with which a candidate can be judged."""
 SKEWNESS_WEIGHT = 2.0
@@ -31,7 +31,7 @@ class GateDecision:
     num_samples: int
     """Number of independent samples, which are the different prompts."""
     reason: str
-    """Sentence for the log."""
+    """Sentence that says whether the candidate is published or refused, and why."""
 
 
 class PublishGate:

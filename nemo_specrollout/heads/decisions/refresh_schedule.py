@@ -18,8 +18,8 @@ LEARNING_WEIGHT = 0.5
 MIN_RECOVERY = 0.05
 MAX_RECOVERY = 1.5
 MIN_FALL = 0.02
-"""Minimum loss of acceptance length since the last publish. From a smaller loss it cannot be measured which share of it a
-refresh recovers."""
+"""Minimum loss of acceptance length since the last publish from which `RefreshOutlook.recovery` is learned. Smaller losses are
+mostly noise."""
 MAX_BACKOFF = 64
 """Maximum factor by which `min_gap` grows after refused candidates."""
 FIRST_REFRESH_S = 8.0
@@ -41,8 +41,8 @@ class DecodeCosts:
     plain_s: float
     """Seconds per token without drafts."""
     drafted_step_s: float
-    """Seconds of an engine step with drafts, divided by its number of requests. How many draft tokens are accepted does not
-    matter."""
+    """Seconds of an engine step with drafts, divided by its number of requests. They do not depend on how many draft tokens
+    are accepted."""
 
     @classmethod
     def measured(
@@ -72,7 +72,7 @@ class RefreshOutlook:
     recovery: float = 1.0
     """Share of the lost acceptance length that a refresh recovers. The loss is counted from the last publish."""
     surplus: float = FIRST_SURPLUS
-    """Acceptance length that a refresh gains in addition to what it recovers."""
+    """Acceptance length that a refresh gains beyond the level of the last publish."""
     num_rejected: int = 0
     """Number of candidates in a row that the publish gate has refused."""
 
@@ -112,7 +112,7 @@ class RefreshDecision:
     gain_s: float
     """Seconds that a refresh is expected to save until the run ends."""
     reason: str
-    """Sentence for the log."""
+    """Sentence that says whether the head is refreshed, and why."""
 
 
 def _towards(old: float, new: float) -> float:
@@ -140,8 +140,9 @@ def head_use(
 ) -> tuple[float | None, float]:
     """Returns the acceptance length of a head in a rollout, and the share of the request steps in which it drafted.
 
-    A request step is one request in one engine step. `proposed` and `accepted` are the numbers of draft tokens by position,
-    for each drafter. The acceptance length counts only request steps in which the head drafted, and is None if there are none.
+    A request step is one request in one engine step. `proposed` and `accepted` have, by a drafter's name, the counts of its
+    draft tokens at each position. The acceptance length is that of the request steps in which the head drafted. If it never
+    drafted, returns (None, 0.0).
     """
     head = next((name for name in proposed if name in MODEL_DRAFTERS), None)
     if head is None or not proposed[head][0]:
@@ -160,7 +161,7 @@ class RefreshSchedule:
     refuses.
 
     The gain depends on how often the new head will draft. Before the first publish, it is expected to draft in every engine
-    step. Afterwards it is expected to draft in the largest share of engine steps in which the published head has drafted. If
+    step. Afterwards it is expected to draft as often as the published head did in the RL step in which it drafted most. If
     `in_background` is true, the run does not wait for training. Then `max_time_share` limits the trainer's share of the time,
     and a refresh may take as long as an RL step.
     """
@@ -198,8 +199,8 @@ class RefreshSchedule:
     def decide(self, num_tokens: float, steps_to_come: int, costs: DecodeCosts) -> RefreshDecision:
         """Returns the decision whether to refresh the head now.
 
-        `num_tokens` is the number of tokens per RL step in whose decoding the new head would draft. `steps_to_come` is the
-        number of RL steps that the run still has.
+        `num_tokens` is the expected number of tokens per RL step that are decoded while the new head drafts. `steps_to_come`
+        is the number of RL steps that the run still has.
         """
         length = self.length or 1.0
         cost_s = 0.0 if self._in_background else self.outlook.refresh_s
@@ -289,9 +290,10 @@ class RefreshRate:
         self.share = 1.0
 
     def judged(self, difference: float, published: bool) -> None:
-        """Adjusts `share` after a candidate was judged. `difference` is `Refresh.difference`.
+        """Adjusts `share` after a candidate was judged.
 
-        It grows after a publish, and falls if the candidate was worse than the head in service. NaN changes nothing.
+        `share` grows after a publish. It falls if the candidate was not published and `difference`, which is
+        `Refresh.difference`, is below 0. Otherwise it stays as it is, also for NaN.
         """
         if published:
             self.share = min(1.0, self.share * RATE_STEP**0.5)

@@ -123,7 +123,7 @@ def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens
 
 
 def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the first sequences that together have at least `max_tokens` tokens, or all if they have fewer."""
+    """Returns as many of the first sequences as are needed to have `max_tokens` tokens, or all if there are fewer tokens."""
     found: list[SequenceFeatures] = []
     num_tokens = 0
     for features in sequences:
@@ -138,9 +138,8 @@ class FeatureStore(FeatureReader):
     """Writes a feature store. It can also read what is on disk. A store has only one writer at a time.
 
     At any moment, even if the process is killed, every shard is complete and all shards together take at most `max_bytes`. A
-    full store drops whole shards, those of the oldest policy versions first. If the process is killed, all sequences are lost
-    that were appended since the last flush. Together they take at most an eighth of `max_bytes`, unless it is a single longer
-    sequence.
+    full store drops whole shards, those of the oldest policy versions first. If the process is killed, the sequences since the
+    last flush are lost. These are at most an eighth of `max_bytes`, or one longer sequence.
     """
 
     def __init__(self, folder: Path, max_bytes: int, source: FeatureSource, held_out_share: float = 0.1) -> None:
@@ -173,10 +172,11 @@ class FeatureStore(FeatureReader):
             self._lock.close()
 
     def append(self, features: SequenceFeatures, prompt_ids: torch.Tensor | Sequence[int] | None = None) -> None:
-        """Copies a sequence into memory, from where the next flush writes it to disk. Flushes first if the memory is full.
+        """Copies a sequence into memory. The next flush writes it to disk. If the memory is full, it is flushed first.
 
         `prompt_ids` decide whether the sequence is held out. By default they are the sequence's own prompt. Raises ValueError
-        if the features do not fit the source or the store, or if their prompt is not known. Raises OSError if a flush fails.
+        if the features do not fit the source or the store, or if neither `prompt_ids` nor the features have the whole prompt.
+        Raises OSError if a flush fails.
         """
         self._check(features)
         held_out = is_held_out(features.whole_prompt_P if prompt_ids is None else prompt_ids, self.held_out_share)
@@ -187,9 +187,9 @@ class FeatureStore(FeatureReader):
         self._buffered_bytes += num_bytes
 
     def keep(self, captured: Iterable[SequenceFeatures]) -> None:
-        """Appends those of the captured sequences from which a head can learn, and flushes.
+        """Appends the captured sequences from which a head can learn, leaves out the others, and flushes.
 
-        Such a sequence begins in its prompt and has at least one generated token.
+        A head can learn from a sequence that begins in its prompt and has at least one generated token.
         """
         for features in captured:
             if features.first_position < features.prompt_length < features.first_position + features.num_tokens:
@@ -246,7 +246,7 @@ class FeatureStore(FeatureReader):
     def _add_shard(self, version: int, sequences: list[tuple[SequenceFeatures, bool]]) -> None:
         """Writes sequences of one policy version as a new shard, and drops older shards if there is no room for it.
 
-        If only newer shards could make room, the sequences are not written.
+        If dropping all older shards would not make enough room, nothing is dropped and the sequences are lost.
         """
         number = max((_age(shard)[1] for shard in self.shards()), default=-1) + 1
         data = _serialized(sequences)

@@ -99,10 +99,10 @@ def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
 
 @contextmanager
 def loading_faults(folder: Path, what: str, fix: str = "copy the folder again") -> Iterator[None]:
-    """Turns every error that transformers raises for a damaged `folder` into a ValueError with the folder, `what` and `fix`.
+    """Context manager that turns every error of transformers for a damaged `folder` into a ValueError.
 
-    `what` names the problem, and `fix` says what to do. The errors of transformers have many types. A damaged tokenizer even
-    makes Rust code panic, which in Python is not an `Exception`.
+    The text of the ValueError has `folder`, the problem (`what`) and what to do about it (`fix`). The errors of transformers
+    have many types. A damaged tokenizer even makes Rust code panic, which in Python is not an `Exception`.
     """
     try:
         yield

@@ -6,8 +6,8 @@ A line of a JSONL file of rollouts has one of three forms, and may have further 
   {"prompt": "...", "response": "..."}, which the policy's tokenizer encodes unchanged
   token_ids, token_loss_mask and input_lengths, as NeMo-RL's GRPO logs them in train_data_step{N}.jsonl.
 A key whose value is null or NaN counts as absent. Such values appear when lines of different forms come from one table, which
-has the columns of all forms in every row. A line with a prompt whose response is null or empty is left out. It is a turn
-without text, for example one that only calls tools. Every error is a ValueError that names file, line, field and fix.
+has the columns of all forms in every row. A line that has a prompt, but a response that is null or empty, is left out. It is a
+turn without text, for example one that only calls tools. Every error is a ValueError that names file, line, field and fix.
 """
 
 import math
@@ -176,9 +176,9 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
-    """Yields the rollouts in one line of a file, which may have any of the forms in `FORMS`.
+    """Yields the rollouts in one line of a file. The line may have any of the forms in `FORMS`.
 
-    Yields nothing if the line has no generated tokens. Raises ValueError if it has none of the forms.
+    Yields nothing if the line has no generated tokens. Raises ValueError if it has none of these forms.
     """
     present = {key for key, value in record.items() if not _is_absent(value)}
     if present.issuperset(_AS_LOGGED):
@@ -213,9 +213,10 @@ def _answer(prompt: list[int], response: list[int], where: str) -> Iterator[Roll
 
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
-    """Yields a rollout for each response in a line of NeMo-RL's log, which may have several samples and turns.
+    """Yields a rollout for each response in a line of NeMo-RL's log.
 
-    A response is a span of tokens whose mask is 1. A span at the beginning of a sample is skipped, because it has no prompt.
+    A line may have several samples, and a sample several responses. A response is a span of tokens whose mask is 1. A span at
+    the beginning of a sample is skipped, because it has no prompt.
     """
     rows, masks = (_as_batch(record[key], f"{where}: {key}") for key in _AS_LOGGED)
     given = record.get("input_lengths")

@@ -22,7 +22,7 @@ _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftMod
 
 
 def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[str]:
-    """Returns a sentence for each draft head of the configuration `block` that does not fit the policy or its texts.
+    """Returns why draft heads of the configuration `block` do not fit the policy or its texts, one sentence for each of these.
 
     `length` is the number of tokens of the longest text. It is ignored if it is not an int. A head or a policy that is given
     by its name on the Hub is not checked, because its files are not known.
@@ -37,9 +37,9 @@ def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[
 
 
 def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
-    """Returns a sentence if `drafter` is a DFlash or DSpark head that cannot draft for `policy`, and otherwise None.
+    """Returns a sentence that says why a DFlash or DSpark head cannot draft for `policy`, or None if it can.
 
-    A head that is given by its name on the Hub is not checked, because its files are not known.
+    The result is also None for other drafters, and for a head that is given by its name on the Hub, whose files are not known.
     """
     if not isinstance(drafter, BlockDrafterConfig) or not Path(drafter.model).is_dir():
         return None
@@ -103,7 +103,10 @@ def _layers_read(config: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _shape_misfit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns a sentence if a layer has no tensors or the input width of `fc` contradicts the config, and otherwise None."""
+    """Returns what is wrong with the tensors' shapes, or None.
+
+    It is a fault if a layer has no tensor, or if the input width of `fc` contradicts the config.
+    """
     layer = config.get("transformer_layer_config") or config
     wanted = layer.get("num_hidden_layers") or 0
     there = {number for name in shapes if (number := layer_number(name)) is not None}

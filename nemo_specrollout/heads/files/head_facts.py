@@ -121,7 +121,7 @@ def read_head_facts(folder: Path) -> HeadFacts:
 def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...] = ("",)) -> "dict[str, torch.Tensor]":
     """Returns a head's tensors by their names in `speculators`, as numpy arrays if the framework is `np`.
 
-    Reads only tensors whose names in the files end in one of `only`, which by default are all.
+    By default all tensors are read. `only` limits them to the tensors whose names in the files end in one of its strings.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in _tensor_files(folder):
@@ -164,11 +164,11 @@ def misfit(head: str, policy: str, length: int | None = None) -> str | None:
 
 
 def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose inputs a head reads, from the `eagle_config` nested in its config, or else vLLM's default.
+    """Returns the ids of the policy layers whose inputs a head reads, from the `eagle_config` nested in the head's config.
 
-    Returns () if the policy has too few layers for the default. A head that SpecForge trains with its default reads the same
-    states as one with vLLM's default. But its config names the layers that output these states, which are one layer earlier.
-    So an `eagle_config` with exactly these ids stands for vLLM's default.
+    If `eagle_config` has no ids, returns vLLM's default, or () if the policy has too few layers for it. The default is also
+    returned for SpecForge's default ids. SpecForge names the layers that output the states, and vLLM the layers that read
+    them. So SpecForge's default ids are one smaller than vLLM's, and mean the same states.
     """
     ids = tuple((eagle_config or {}).get(LAYER_IDS_FIELD) or ())
     default = (2, num_layers // 2, num_layers - 3)
@@ -191,7 +191,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> 
 
 
 def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Raises ValueError if a tensor of a head is not finite or all zero, or if a vocabulary map is invalid.
+    """Raises ValueError if a head's tensor is all zero or has values that are not finite, or if a vocabulary map is invalid.
 
     The vocabulary maps `d2t` and `t2d` say which of the policy's tokens the head can draft.
     """

@@ -12,8 +12,8 @@ from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 NUM_KEPT = 3
-"""Number of draft heads that are kept, the newest first. As many files with the policy's LM head and embedding are kept. More
-than one is needed because an engine reads its head and the one before it after an alarm."""
+"""Number of draft heads that are kept, which are the newest ones. As many files with the policy's LM head and embedding are
+kept. Older heads are needed because after an alarm an engine may read the head before the newest."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,10 @@ class HeadFolder:
         return self.path / "teachers" / f"policy_{version}.safetensors"
 
     def candidate(self, step: int, published: bool) -> Path:
-        """Returns the folder for a head that was judged after RL step `step`. For a refused head this is `refused/`."""
+        """Returns the folder for a head that was judged after RL step `step`.
+
+        This is `step_N/` for a head that is published, and `refused/` for any other.
+        """
         return self.path / (f"step_{step}" if published else "refused")
 
     def published(self) -> PublishedHead | None:
@@ -100,8 +103,8 @@ class HeadFolder:
     def forget_old(self, version: int) -> None:
         """Removes old heads, and old copies of the policy's LM head and embedding.
 
-        The `NUM_KEPT` newest heads and the head in service stay. So do the copies of policy version `version` and of the
-        versions just before it, `NUM_KEPT` in all.
+        The `NUM_KEPT` newest heads and the head in service stay. The copies of `NUM_KEPT` policy versions stay, which are
+        `version` and the versions just before it.
         """
         published = self.published()
         heads = sorted(self.path.glob("step_*"), key=lambda p: p.stat().st_mtime)

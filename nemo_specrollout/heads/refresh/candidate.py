@@ -28,7 +28,7 @@ from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.storage.files import write_atomically
 
 MIN_GAIN = 0.05
-"""Smallest divisor of `Refresh.gain`, in accepted draft tokens per engine step. It keeps the gain finite."""
+"""Minimum of accepted draft tokens per engine step by which `Refresh.gain` is divided. It keeps the gain finite."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Refresh:
 
     @property
     def gain(self) -> float | None:
-        """Accepted draft tokens per engine step with the candidate, divided by those with the head that it replaces.
+        """Accepted draft tokens per engine step with the candidate, as a multiple of those with the head in service until now.
 
-        It is None if the candidate was refused.
+        The gain is None if the candidate was refused.
         """
         judgement = self.judgement
         if not self.published or judgement is None:

@@ -142,7 +142,7 @@ def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Calla
 def _make_head(job: RefreshJob) -> None:
     """Trains and judges a new head.
 
-    Moves it to `--out` if it is published, and otherwise to the folder for refused heads beside it.
+    Moves the head to the folder DIR of `--out` if it is published, and to DIR.refused otherwise.
     """
     options = job.options
     state = job.state
@@ -219,9 +219,9 @@ def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Cal
 
 @torch.no_grad()
 def _save_candidate(job: RefreshJob, head: DraftHead) -> None:
-    """Rounds the head's weights to the dtype of the file, and saves the head.
+    """Rounds the weights of `head` itself to the dtype of the file, and saves the head.
 
-    So the publish gate judges exactly the weights that are saved.
+    The publish gate judges `head` afterwards, so it judges exactly the weights that are saved.
     """
     dtype = getattr(torch, job.options.dtype)
     for parameter in head.learned().values():
@@ -269,7 +269,7 @@ def _named_files(options: RefreshOptions) -> list[Path]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turns an error of writing to `folder` into an OSError whose text says what to do.
+    """Context manager that turns an error of writing to `folder` into an OSError whose text says what to do.
 
     This is needed because torch.save and safetensors raise errors of other types if the disk is full.
     """
@@ -390,9 +390,9 @@ def _shuffled(store: FeatureStore, held_out: bool) -> list[SequenceFeatures]:
 
 
 def _starting_head(job: RefreshJob, texts: Sequence[RolloutText]) -> DraftHead:
-    """Returns the head from which training starts, which is the head of `--draft`, or a new one if that is not given.
+    """Returns the head from which training starts. It is the head given by `--draft`, or a new head without this option.
 
-    If `--draft-vocab N` is given, a new head can draft only the N tokens that were generated most often in `texts`.
+    With `--draft-vocab N`, a new head can draft only the N tokens that were generated most often in `texts`.
     """
     options = job.options
     vocab_size = job.facts.vocab_size

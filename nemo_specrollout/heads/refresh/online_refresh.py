@@ -75,8 +75,8 @@ class OnlineRefresh:
     def settings(self) -> TrainingSettings:
         """Returns the trainer's settings for the next refresh.
 
-        If the config sets no learning rate, it is a third of the default for a new head. After candidates that were worse than
-        the head in service, it is lower.
+        If the config sets no learning rate, a third of the default for a new head is taken, and less after candidates that
+        were worse than the head in service.
         """
         base = default_learning_rate(self.head.model.hidden_size) / 3
         return TrainingSettings(

@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16")
 def _flag(
     text: str, metavar: str, default: Any = dataclasses.MISSING, options: tuple[str, ...] = (), **bounds: float
 ) -> Any:
-    """Returns the dataclass field of an option. `text` is the help text of its flag, and `metavar` names its value there.
+    """Returns the dataclass field of an option. `text` is its help text, and `metavar` stands for its value in the help.
 
     If `options` are given, the value must be one of them. Otherwise it must lie within `bounds`, which are arguments of
     `bounded`.
@@ -94,7 +94,10 @@ class RefreshOptions:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Values by name of the options that must be the same when a repeated command continues an interrupted one."""
+        """Values of the options, by name, without those of `MAY_DIFFER`.
+
+        A command can continue an interrupted one only if these values are the same.
+        """
         return {name: value for name, value in asdict(self).items() if name not in MAY_DIFFER}
 
     @property

@@ -84,16 +84,16 @@ class RefreshState:
         return continues
 
     def verdict(self) -> tuple[bool, str] | None:
-        """Returns whether the candidate was published, and the reason, or None while the candidate is still in DIR.partial."""
+        """Returns whether the candidate was published and why, or None while the candidate is still in DIR.partial."""
         if self.candidate.exists() or not self._verdict.is_file():
             return None
         published, reason = json.loads(self._verdict.read_text())
         return bool(published), str(reason)
 
     def put(self, published: bool, reason: str) -> None:
-        """Moves the candidate to `out` if it is published and otherwise to `refused`, and replaces a head that is there.
+        """Moves the candidate to DIR if it is published, and to DIR.refused otherwise. A head that is there is replaced.
 
-        A head in `out` is replaced by two renames. If the process is killed between them, `recover` puts the old head back.
+        A head in DIR is replaced by two renames. If the process is killed between them, `recover` puts the old head back.
         """
         place = self.out if published else self.refused
         write_atomically(self._verdict, json.dumps([published, reason]) + "\n")

@@ -32,7 +32,7 @@ from nemo_specrollout.sampling.seeds import combine
 SHORTEST = 8
 """Minimum length of a captured sequence in tokens. Shorter ones are not worth training on."""
 CAPTURE_BYTES = 64 << 20
-"""Size of the buffer on the device, in bytes."""
+"""Size of the buffer on the device that holds captured features, in bytes. It is larger if one engine step needs more."""
 CAPTURE_TIME_SHARE = 0.02
 """Maximum share of the engine's time that capturing may take."""
 OUTBOX_BYTES = 512 << 20
@@ -63,10 +63,9 @@ class FeatureCapture(Participant):
     """
 
     def __init__(self, runner: Any, share: float) -> None:
-        """Prepares to capture requests of an engine, whose vLLM model runner is `runner`.
+        """Allocates the buffer for features on the device now, so that vLLM's memory profile includes it.
 
-        `share` is the share of requests that is captured. The buffer is allocated now, so that vLLM's memory profile includes
-        it.
+        `runner` is the engine's vLLM model runner. `share` is the share of its requests that is captured.
         """
         num_features = (len(aux_layer_ids(runner) or ()) + 1) * runner.model_config.get_hidden_size()
         self._capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
@@ -172,9 +171,10 @@ class FeatureCapture(Participant):
         self.version = version
 
     def take(self) -> list[SequenceFeatures]:
-        """Returns the captured features of ended requests, and of running requests the parts that are complete. Forgets them.
+        """Returns the captured features that are complete, and forgets them.
 
-        A part of a running request is complete if the weights have changed or rows are missing after it.
+        The features of a request are complete when it has ended. For a running request, the features up to a change of the
+        weights or up to a missing row are complete.
         """
         self._flush()
         for key in self._ended:

@@ -44,10 +44,10 @@ def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
 
 
 def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
-    """Replaces modules that `draft` shares with the policy by copies, if loading weights of these names would overwrite them.
+    """Gives `draft` its own copies of the modules that it shares with the policy and that `weight_names` would overwrite.
 
-    Returns the paths of the copies in `draft`. A weight's name tells only the last part of its module's path, because a loader
-    may rename the parts before. For example, `lm_head.weight` stands for every module that is called `lm_head`.
+    Returns the module paths of the copies in `draft`. Weights are matched to modules by the module's own name alone, because a
+    loader may rename the path before it. For example, `lm_head.weight` matches every module that is called `lm_head`.
     """
     leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
     paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]
@@ -61,9 +61,9 @@ def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable
 def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
     """Gives a draft head an LM head of its own if vLLM lets it share the policy's.
 
-    vLLM shares the LM head if the head's and the policy's are equal at the start, as they are in a head that was never
-    trained. Loading a head later would then overwrite the policy's LM head. The embedding stays shared, because no head learns
-    one.
+    vLLM shares the policy's LM head with the draft head if the draft head's own is equal to it at the start. A draft head that
+    was never trained has an equal one. Loading another draft head later would then overwrite the policy's LM head. The
+    embedding stays shared, because draft heads do not learn one.
     """
     originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
     for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
@@ -123,9 +123,10 @@ def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Returns the policy's embedding by the name that it has in a head. It is loaded with a published head that has none.
+    """Returns the policy's embedding, to be loaded together with a published head that has no embedding.
 
-    The result is empty if this rank has only a part of the embedding. Then the engine's head keeps its present embedding.
+    The result is a dict from the embedding's name in a head to the tensor. It is empty if this rank has only a part of the
+    embedding. Then the engine's head keeps its present embedding.
     """
     found = (p for name, p in model.named_parameters() if name.endswith(f"{EMBEDDING}.weight"))
     weight = next(found, torch.empty(0))
@@ -133,7 +134,7 @@ def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tens
 
 
 def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Loads tensors of a checkpoint into the drafter's model, even if its layers have repacked their weights."""
+    """Loads tensors of a checkpoint into the drafter's model, even if vLLM has repacked the weights there."""
     draft = runner.speculator.model
     with set_current_vllm_config(runner.vllm_config), torch.device(runner.device):
         layerwise.initialize_layerwise_reload(draft)
@@ -195,18 +196,19 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _load_weights(head: nn.Module, load: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """Loads weights into a head with its own method `load`, but leaves out a vocabulary map `d2t` that it does not need.
+    """Loads weights into a head with its own method `load`, but leaves out the vocabulary map `d2t` if the head needs none.
 
-    A head that can draft all tokens does not need the map, which is then all zero. vLLM >= 0.32 fails on it.
+    A head that can draft all tokens needs no map. If its file has one, the map is all zero, and vLLM >= 0.32 fails on it.
     """
     has_map = head.draft_id_to_target_id is not None
     return load(head, (pair for pair in weights if has_map or "d2t" not in pair[0] or pair[1].any()))
 
 
 def _layer_ids(find: Any, spec_config: Any) -> tuple[int, ...]:
-    """Returns the policy layers whose inputs a head reads, which vLLM's `find` or the head's `eagle_config` names.
+    """Returns the ids of the policy layers whose inputs a head reads.
 
-    vLLM's V2 model runner ignores the `eagle_config`.
+    `find` is vLLM's own function for this. If it finds none, the ids come from `eagle_config` in the head's config, which
+    vLLM's V2 model runner ignores.
     """
     nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None)
     num_layers = spec_config.target_model_config.get_total_num_hidden_layers()

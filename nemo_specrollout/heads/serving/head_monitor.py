@@ -20,7 +20,7 @@ from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 logger = logging.getLogger(__name__)
 CHECK_STEPS = 8
-"""Number of engine steps between two checks of the counts."""
+"""Number of engine steps after which the canary gets the new counts of verified and accepted draft tokens."""
 
 
 class HeadMonitor(Participant):
@@ -68,7 +68,7 @@ class HeadMonitor(Participant):
         return alarms
 
     def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
-        """Counts an engine step, checks the counts of draft tokens every `CHECK_STEPS` engine steps, and returns `output`."""
+        """Lets the canary check the drafter's acceptance every `CHECK_STEPS` engine steps. Returns `output` unchanged."""
         self._num_steps += 1
         if self._num_steps % CHECK_STEPS == 0:
             self._check()
@@ -92,8 +92,8 @@ class HeadMonitor(Participant):
     def _raise(self, alarm: Any) -> None:
         """Logs and records an alarm. After a collapse, it also turns off or restarts the drafter.
 
-        The drafter is turned off if its weights or its config have a fault. Otherwise it and the canary only forget what they
-        have learned.
+        The drafter is turned off if its weights or its config have a fault. Otherwise the drafter and the canary only forget
+        what they have learned.
         """
         is_collapse = self._canary.is_silent
         is_off = is_collapse and alarm.cause in WEIGHT_CAUSES

@@ -54,7 +54,10 @@ class HeadService:
     """
 
     def __init__(self, runner: Any, model: ServedDrafter, samples: SampleStatsLog, folder: Path | None) -> None:
-        """Takes over an engine with the head in `folder`, which is None if it is not known. `runner` is its model runner."""
+        """Takes over an engine that already has a head.
+
+        `runner` is the engine's vLLM model runner. `folder` has the head, or is None if the folder is not known.
+        """
         self._runner = runner
         self._model = model
         self._samples = samples

@@ -7,7 +7,8 @@ generated token after which it drafts is called a *start*.
 
 Let TV be the total variation distance between the policy's and the head's distribution of the next token. With shared noise
 (`sampling/`), the probability that a draft token is accepted lies between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
-This module computes the upper bound 1 - TV. It ranks heads as the engine does, but its values are slightly too high.
+This module computes the upper bound 1 - TV. Heads rank by it as by their acceptance in the engine, but its values are slightly
+too high.
 
 Shapes: N sequences, R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size,
 F = auxiliary layers * H, C rows of a chunk, P positions to which a chunk attends.
@@ -36,11 +37,11 @@ class Acceptance:
     """
 
     count_NK: np.ndarray
-    """Number of draft tokens at this position."""
+    """Number of draft tokens that were counted at each position of each sequence."""
     accepted_NK: np.ndarray
-    """Sum of the probabilities that the draft token is accepted, given that all draft tokens before it are accepted."""
+    """Sum, over the draft tokens at each position, of the probability that a token is accepted if all before it are."""
     survived_NK: np.ndarray
-    """Sum of the probabilities that the draft tokens up to this position are all accepted."""
+    """Sum, over the draft tokens at each position, of the probability that a token and all before it are accepted."""
 
     @property
     def acceptance_rate_K(self) -> np.ndarray:

@@ -53,7 +53,7 @@ _COPIED = (
 _NOT_OF_THE_LAYER = ("architectures", "model_type", "auto_map", "eagle_config", "torch_dtype", "dtype")
 """Fields of a head's config that do not describe its layer."""
 _DEFAULT_DRAFTS = 3
-"""Value of `speculative_tokens` in the config of a saved head. vLLM drafts as many tokens only if the user gives no number."""
+"""Value of `speculative_tokens` in the config of a saved head. vLLM uses it if the user gives no number of draft tokens."""
 
 _DAMAGED = "it is no whole file of tensors"
 _COPY_FILE = "copy it again"
@@ -62,8 +62,8 @@ _COPY_FILE = "copy it again"
 class DraftHead:
     """A draft head that can be trained, with copies of the policy's LM head and embedding, which training does not change.
 
-    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has only those of its rows that belong to tokens that the
-    head can draft. It computes the policy's logits of these tokens from the policy's hidden states after the final norm.
+    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has only its rows for tokens that the head can draft. It
+    computes the policy's logits of these tokens from the policy's hidden states after the final norm.
     """
 
     def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:
@@ -145,7 +145,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def _layer_like(policy_folder: Path) -> PretrainedConfig:
-    """Returns the config of the single decoder layer of a new head, which has the sizes of the policy's layers."""
+    """Returns the config of a new head's single decoder layer. The layer has the sizes of the policy's layers."""
     policy = AutoConfig.from_pretrained(policy_folder)
     policy = getattr(policy, "text_config", policy)
     config_class = _CONFIG_CLASSES["qwen3" if policy.model_type.startswith("qwen3") else "llama"]
@@ -264,7 +264,7 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns the tensors in `names` that the policy's checkpoint has, by name.
+    """Returns the tensors `names` of the policy's checkpoint by name. Tensors that it does not have are left out.
 
     Raises ValueError if the checkpoint has no embedding of the usual name.
     """

@@ -29,7 +29,7 @@ class Piece:
     """A part of a sequence, from token `start` up to but excluding token `stop`."""
 
     sequence: int
-    """Index of the sequence."""
+    """Index of the sequence in the list of all sequences."""
     start: int
     stop: int
 

@@ -170,9 +170,10 @@ class HeadTrainer:
         self.progress = TrainingProgress(**state["run"])
 
     def _batches(self, sequences: Sequence[SequenceFeatures]) -> Iterator[list[Piece]]:
-        """Yields the pieces of one batch after another without end, from the current place in the data on.
+        """Yields the batches of the training without end, each as a list of its pieces.
 
-        Raises ValueError if no sequence has three tokens.
+        The first one is the batch at which `progress` stands, so that a resumed training continues there. Raises ValueError if
+        no sequence has three tokens.
         """
         lengths = [s.num_tokens for s in sequences]
         if max(lengths, default=0) < 3:

@@ -72,9 +72,9 @@ class DrafterEngine:
         self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
 
     def open(self, shadow: int, opening: Open) -> None:
-        """Adds the shadow sequence that `opening` describes, whose text is read in the next engine step.
+        """Adds shadow sequence number `shadow` for the request in `opening`. Its text is read in the next engine step.
 
-        Raises ValueError if vLLM refuses it.
+        Raises ValueError if vLLM refuses the request.
         """
         from vllm import SamplingParams
 
@@ -105,8 +105,8 @@ class DrafterEngine:
     def load_weights(self, folder: Path) -> None:
         """Replaces the weights by those in `folder`. The texts of all shadow sequences are then read again.
 
-        Raises ValueError or OSError unless `folder` has a checkpoint with the same tensors and shapes as the draft model. In
-        this case the old weights stay. Raises RuntimeError if vLLM cannot load the weights, for instance for lack of memory.
+        If `folder` has no checkpoint with the same tensors and shapes as the draft model, raises ValueError or OSError and
+        keeps the old weights. Raises RuntimeError if vLLM cannot load the weights, for instance for lack of memory.
         """
         self.use_weights(self.read_weights(folder))
 

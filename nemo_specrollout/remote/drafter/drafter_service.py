@@ -16,8 +16,8 @@ from nemo_specrollout.remote.protocol.transport import DrafterSocket
 IDLE_WAIT_S = 0.05
 """Longest wait for a message, in seconds, while no shadow sequence may draft."""
 LONGEST_READING_S = 0.25
-"""Maximum time in seconds for which a turn of the loop reads messages before it answers, because verifiers drop a drafter that
-does not answer."""
+"""Maximum time in seconds for which `DrafterService.turn` reads messages before it answers. Verifiers drop a drafter that does
+not answer."""
 STATUS_PERIOD_S = 1.0
 """Seconds between two status reports."""
 

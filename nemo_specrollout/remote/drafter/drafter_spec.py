@@ -20,7 +20,7 @@ GPU_MEMORY_SHARE = 0.9
 class DrafterSpec(RemoteDrafterConfig):
     """Settings of a remote drafter.
 
-    They are its options in the config, its address, and the precision and the longest text of the policy's engines.
+    These are the drafter's options in the config, its address, and the precision and the longest text of the policy's engines.
     """
 
     address: str = any_port("127.0.0.1")
@@ -59,7 +59,8 @@ class DrafterReport:
     process: int = 0
     """Random number that identifies the process, if Ray has started it."""
     silence_s: float = 0.0
-    """Seconds since the drafter's loop last took a turn, or since the process began."""
+    """Seconds since the drafter's loop last ran `DrafterService.turn`, or since the process began. A large value means that
+    the drafter hangs."""
 
 
 def drafter_spec(
@@ -69,9 +70,10 @@ def drafter_spec(
     *,
     on_cpu: bool = True,
 ) -> DrafterSpec:
-    """Returns the settings of a drafter for engines with NeMo-RL's `vllm_cfg`. `drafter` has its options in the config.
+    """Returns the settings of a remote drafter.
 
-    Raises ConfigError if the drafter's model is missing.
+    `drafter` has the drafter's options in the config. `vllm_cfg` is NeMo-RL's config of the policy's engines. The drafter
+    takes its precision and its longest text from there. Raises ConfigError if the drafter's model is missing.
     """
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")

@@ -25,11 +25,11 @@ class TextChange:
 
 
 class ShadowScheduler(Scheduler):
-    """vLLM's scheduler, restricted to new shadow sequences and to those in `awake`, in the order of `awake`.
+    """vLLM's scheduler with one restriction. Of the running requests, only those in `awake` get an engine step, in this order.
 
-    At any time, exactly the first `num_computed_tokens` tokens of a shadow sequence's text are in the KV cache. Sampled tokens
-    leave the engine only through `take_drafted`. `_changed` has, by request id, the first index at which a vLLM worker's text
-    may differ.
+    At any time, exactly the first `num_computed_tokens` tokens of a shadow sequence's text are in the KV cache. Only
+    `take_drafted` hands out the sampled tokens. The vLLM workers have copies of the texts. For a text whose copy is out of
+    date, `_changed` has the first index at which the copy may be wrong, by request id.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ class ShadowScheduler(Scheduler):
         self._drafted: list[tuple[int, int, int, int, int]] = []
 
     def add_request(self, request: Any) -> None:
-        """Adds a request. Its id is the number of its shadow sequence, to which vLLM may have appended a suffix."""
+        """Adds a request. Its id begins with the number of its shadow sequence. vLLM may have appended a suffix."""
         self._shadows[_shadow_of(request.request_id)] = request
         self._changed.pop(request.request_id, None)
         super().add_request(request)
@@ -99,7 +99,7 @@ class ShadowScheduler(Scheduler):
         return rows
 
     def _note_change(self, request: Any, start: int, most_computed: int) -> None:
-        """Notes that a text differs from `start` on, and that only its first `most_computed` tokens may be in the KV cache."""
+        """Notes that a text has changed from index `start` on. Its KV cache is kept for `most_computed` tokens at most."""
         request.num_computed_tokens = min(request.num_computed_tokens, most_computed)
         self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 

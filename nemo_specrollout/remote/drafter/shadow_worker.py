@@ -19,7 +19,7 @@ from nemo_specrollout.sampling.platforms import native_worker
 _NativeWorker: Any = native_worker(compat.device_type())
 _NAMES = list(inspect.signature(Sampler.apply_sampling_params).parameters)
 _POSITIONS = _NAMES.index("pos") - _NAMES.index("expanded_idx_mapping") - 1
-"""Index of the tensor of positions among the arguments `rows` of `ShadowWorker.sample`."""
+"""Index in the tuple `rows` of `ShadowWorker.sample` at which vLLM passes the tensor of positions."""
 
 
 class ShadowWorker(_NativeWorker):
@@ -65,9 +65,9 @@ class ShadowWorker(_NativeWorker):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples tokens and their evidence levels. Replaces `sample` of vLLM's sampler, and samples the same tokens.
 
-        `rows` are the further arguments of vLLM's `apply_sampling_params`, of which newer versions have more. Returns the
-        tokens, int64 [R], and the logits after all sampling parameters, including the temperature. The evidence levels are
-        then in `_levels_R`.
+        `rows` are the further arguments of vLLM's `apply_sampling_params`. Newer versions of vLLM have more of them. Returns
+        the tokens, int64 [R], and the logits after all sampling parameters, including the temperature. The evidence levels are
+        not returned, but written to `_levels_R`.
         """
         sampler = self.model_runner.sampler
         states = sampler.sampling_states

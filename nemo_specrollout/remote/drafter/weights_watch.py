@@ -26,7 +26,7 @@ class WeightsWatch:
     """Watches a folder for publications. Owns the thread, weights that were read but not taken, and unusable publications.
 
     A publication is a folder with a checkpoint, inside the watched folder. The thread reads and checks its files, and the
-    drafter's loop takes the weights between two of its turns. A publication that cannot be used is not tried again unless its
+    drafter's loop takes the weights between two engine steps. A publication that cannot be used is not tried again unless its
     files change. Until then, the newest publication that can be used is in use. If the newest publication is removed, the
     drafter goes back to the one before it.
     """
@@ -67,7 +67,7 @@ class WeightsWatch:
         return ready
 
     def refuse(self, weights: NewWeights, reason: str) -> None:
-        """Notes that the drafter could not load weights that `take` has returned, and why."""
+        """Notes that the drafter could not load weights that `take` has returned, and why. They are not read again."""
         self._note(weights.publication, reason)
 
     def look(self) -> None:
@@ -86,7 +86,7 @@ class WeightsWatch:
                 return
 
     def _reads(self, publication: Publication) -> bool:
-        """Reads a publication, and returns whether it can be used. If so, `take` returns it."""
+        """Reads the weights of a publication for the next `take`. Returns False if they cannot be used."""
         try:
             tensors = self._read(publication.path)
             if stamp_of(publication.path) != publication.stamp:

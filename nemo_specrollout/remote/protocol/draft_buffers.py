@@ -105,7 +105,7 @@ class DraftBuffers:
         self._vocab_size = vocab_size
 
     def open(self, slot: int, request: int, seed: int, text: np.ndarray) -> None:
-        """Gives `slot` to the request with number `request`. All of its int32 `text` is committed."""
+        """Gives `slot` to the request with number `request`. The request's `text`, int32, counts as committed."""
         length = len(text)
         self._slots[slot] = (request, length, length, 0.0, 0.0)
         self._rings[slot, length % self._rings.shape[1]]["prefix_hash"] = text_hash(seed, text)
@@ -122,8 +122,8 @@ class DraftBuffers:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Extends the committed text of each slot to `lengths_b` tokens, and drops buffered draft tokens that differ from it.
 
-        Returns what a `Step` says about this to the drafter, which is a `COMMIT_ROW` for each slot [b], and the new tokens of
-        all slots one after another.
+        Returns a `COMMIT_ROW` for each slot [b], and the new tokens of all slots one after another. A `Step` carries both to
+        the drafter.
         """
         rows_b = np.zeros(len(slots_b), COMMIT_ROW)
         slots = self._slots[slots_b]

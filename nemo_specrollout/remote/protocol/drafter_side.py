@@ -52,7 +52,7 @@ class DraftModel:
 
 @dataclass
 class _Session:
-    """State of one session, which is one process of a verifier."""
+    """State of one session. A session lasts as long as one process of a verifier."""
 
     peer: Hashable
     number: int
@@ -68,7 +68,7 @@ class _Session:
     refused: set[int] = field(default_factory=set)
     """Numbers of the requests for which this drafter will not draft, and about which the verifier has not been told yet."""
     reason: str = ""
-    """Why the latest request was refused."""
+    """Reason of the latest refusal of a request."""
     rows: list[np.ndarray] = field(default_factory=list)
     """Draft tokens to send, as `DRAFT_ROW`."""
 
@@ -82,8 +82,8 @@ class DrafterSide:
     """The drafter's part of the protocol. Owns the sessions of verifiers and the state of their shadow sequences.
 
     A shadow sequence is a drafter's copy of a verifier's request. The engine has its full text and its KV cache. A *shadow* is
-    a place for a shadow sequence. It belongs to one request of one session until the session closes the request, opens it
-    again, or is forgotten.
+    the number of a shadow sequence, below `num_shadows`. It belongs to one request of one session until the session closes the
+    request, opens it again, or is forgotten. Then it is free for another request.
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
@@ -131,7 +131,10 @@ class DrafterSide:
                 self._follow(session, message, now_s)
 
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
-        """Notes the tokens that the engine has drafted in an engine step of `token_s` seconds, `DRAFT_ROW` [M]."""
+        """Appends the tokens of one engine step to their shadow sequences, and keeps them for the next answers to verifiers.
+
+        `rows_M` has the tokens as `DRAFT_ROW` [M]. The engine step took `token_s` seconds.
+        """
         self._token_s = min(token_s, LONGEST_TOKEN_S)
         sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
@@ -183,7 +186,7 @@ class DrafterSide:
     def _load_weights(self, message: Publish) -> Published:
         """Loads the weights in the folder that `message` names, and returns the answer, with the reason if that failed.
 
-        Tokens that the old weights have drafted may stay in their shadow sequences, because a verifier compares every draft
+        Tokens that the old weights have drafted may stay in the shadow sequences, because a verifier compares every draft
         token with the token that the policy samples.
         """
         try:
@@ -220,9 +223,9 @@ class DrafterSide:
         self._commit(session, step)
 
     def _shadows_of(self, session: _Session, requests_N: np.ndarray) -> np.ndarray:
-        """Returns the number of each request's shadow sequence, int64 [N].
+        """Returns the id of each request's shadow sequence, int64 [N].
 
-        It is `NO_SHADOW` if the session has no such request.
+        The id is `NO_SHADOW` if the session has no such request.
         """
         shadows_N = session.shadow_of_slot[requests_N & SLOT_MASK].astype(np.int64)
         is_its_N = (self._requests[shadows_N] == requests_N) & (self._session_of[shadows_N] == session.number)

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 GOOD_OCCUPANCY = 0.8
-"""Share of request steps for which drafts arrived in time. From this share on, the drafters count as fast enough. A request
-step is one request in one engine step."""
+"""Drafters count as fast enough if drafts arrive in time for at least this share of request steps. A request step is one
+request in one engine step."""
 LARGE_WASTE = 0.5
-"""Share of draft tokens that were useless. Above this share, the acceptance rate counts as the bottleneck."""
+"""Share of useless draft tokens above which the acceptance rate counts as the bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class DrafterStats:
     num_supplied: int = 0
     """Number of request steps for which at least one draft token had arrived."""
     num_at_hand: int = 0
-    """Number of draft tokens that had arrived for a request step, summed over all request steps. For each, at most as many are
-    counted as the engine step may verify."""
+    """Number of draft tokens that had arrived for a request step, summed over all request steps. Draft tokens beyond the
+    maximum that an engine step may verify for a request are not counted."""
     num_kept: int = 0
     """Number of draft tokens that arrived in time and continued the right text."""
     num_wrong: int = 0
     """Number of kept draft tokens that were dropped later, because the verifier sampled another token at their position or
     before."""
     num_late: int = 0
-    """Number of draft tokens that arrived after the verifier had sampled the token at their position."""
+    """Number of draft tokens that arrived too late, when the verifier had already sampled the token at their position."""
     num_stale: int = 0
     """Number of draft tokens that continued another text than the request's."""
     host_s: float = 0.0
@@ -44,20 +44,20 @@ class DrafterStats:
     draft_token_s: float = 0.0
     """Seconds that the slowest drafter takes to draft one token for each of its requests."""
     problem: str = ""
-    """Why a drafter is not ready. If several are not ready, it is the reason of the first one."""
+    """Why a drafter is not ready, or empty if all are. If several are not ready, the reason is that of the first one."""
     last_problem: str = ""
-    """Latest failure of the first drafter that ever failed, even if it answers again. If no drafter has failed, it is the
-    reason why a drafter last refused a request."""
+    """Why a drafter failed last, even if it answers again. If several have failed, this is about the first of them in the list
+    of drafters. If none has failed, it is the reason why a drafter last refused a request, or empty."""
 
     def since(self, before: "DrafterStats") -> "DrafterStats":
-        """Returns these stats with the counts since `before`, which are earlier stats of the same engine."""
+        """Returns these stats, but with the counts since `before`. `before` are earlier stats of the same engine."""
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS})
 
     @classmethod
     def together(cls, parts: Sequence["DrafterStats"]) -> "DrafterStats":
         """Returns the stats of several engines that share their drafters.
 
-        The counts are added. Of each state, such as the number of ready drafters, the worst value is taken.
+        The counts are added. For each state, such as the number of ready drafters, the result has the worst value.
         """
         sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         worst = {name: choose(getattr(part, name) for part in parts) for name, choose in _WORST.items()}
@@ -67,7 +67,7 @@ class DrafterStats:
         return cls(**sums, **worst, **words)
 
     def figures(self) -> dict[str, Any]:
-        """Returns ratios and counts by their names in docs/reference/metrics.md. A ratio without counts is None."""
+        """Returns ratios and counts by their names in docs/reference/metrics.md. A ratio is None if its divisor is 0."""
         steps = self.num_request_steps
         useless = self.num_wrong + self.num_late + self.num_stale
         drafted = self.num_kept + self.num_late + self.num_stale

@@ -2,7 +2,7 @@
 """The messages between verifiers and remote drafters. They have types and limited sizes, and they cannot carry code.
 
 msgspec packs them. The values of many requests travel as rows of one NumPy type, packed as little-endian bytes, because
-neither side should loop over requests in Python. A session is one process of a verifier. A request is identified by its
+neither side should loop over requests in Python. Each process of a verifier has one session. A request is identified by its
 session and by a number that the session never uses twice.
 """
 
@@ -30,7 +30,7 @@ NO_SESSION = 0
 """Number of the session in a `Refuse` that answers an unreadable message, because the session of such a message is not known.
 No verifier has this number."""
 LONGEST_REASON = 1000
-"""Maximum number of characters of an error's text that are sent. A `Line` may have four times as many."""
+"""Maximum number of characters of a text that `as_line` keeps. A `Line` has room for more."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that has been silent for a much shorter time."""
 
@@ -167,7 +167,7 @@ class Publish(_Tagged, frozen=True):
     """
 
     folder: Line
-    """Absolute path on the drafter's machine."""
+    """Absolute path of the folder with the weights, on the drafter's machine."""
     version: Count
     """Version of the weights, a number that the publisher chooses. The answer repeats it."""
 
@@ -183,7 +183,7 @@ class Published(_Tagged, frozen=True):
 def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
     """Returns the message with which a drafter refuses `message`, for the given reason.
 
-    `message` came from a verifier or a publisher.
+    It is a `Published` with an error if `message` is a `Publish`, and a `Refuse` otherwise.
     """
     if isinstance(message, Publish):
         return Published(message.version, reason)
@@ -191,7 +191,7 @@ def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
 
 
 def as_line(text: object) -> str:
-    """Returns a text as a single line of at most `LONGEST_REASON` characters, all of which a message can carry."""
+    """Returns a text as a single line of at most `LONGEST_REASON` characters. Replaces characters that UTF-8 cannot encode."""
     return " ".join(str(text).split()).encode(errors="replace").decode()[:LONGEST_REASON]
 
 
@@ -226,7 +226,10 @@ def decode(frame: bytes) -> Message:
 
 
 def _check_rows(*parts: tuple[bytes, Any]) -> None:
-    """Raises FrameError unless each part consists of complete rows of its type, and of at most `MAX_ROWS`."""
+    """Raises FrameError unless each part has complete rows and at most `MAX_ROWS` of them.
+
+    `parts` are pairs of packed rows and the NumPy type of a row.
+    """
     for data, type_ in parts:
         num_rows, rest = divmod(len(data), np.dtype(type_).itemsize)
         if rest or num_rows > MAX_ROWS:
@@ -236,6 +239,6 @@ def _check_rows(*parts: tuple[bytes, Any]) -> None:
 def column(data: bytes, dtype: Any) -> np.ndarray:
     """Returns the rows or numbers in `data` as an array of type `dtype`.
 
-    The array is a writable copy, because compiled kernels accept no other.
+    The array is a copy that can be written to, because compiled kernels do not accept read-only arrays.
     """
     return np.frombuffer(data, dtype).copy()

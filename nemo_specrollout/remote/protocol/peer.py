@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's view of one drafter, which says when to greet it, how long it may be silent, and what it has read.
+"""What a verifier knows about one drafter. It says when to greet the drafter, and how long the drafter may be silent.
 
 To greet a drafter means to send it a `Hello`. A drafter that failed, does not answer or does not fit is greeted again after a
 pause, so no state lasts forever.
@@ -15,10 +15,10 @@ ANSWER_DEADLINE_S = 2.0
 """Maximum time in seconds for which a drafter may leave a message unanswered. After failures it may take longer
 (`Peer.patience_s`)."""
 FLOOD_FACTOR = 4
-"""Multiple of the draft tokens that a drafter was asked for. A drafter that sends more than this multiple plus
-`FLOOD_ALLOWANCE` is dropped."""
+"""Limit on the draft tokens that a drafter may send, as a multiple of those that it was asked for. `FLOOD_ALLOWANCE` is added
+to the limit. A drafter that exceeds it is dropped."""
 FLOOD_ALLOWANCE = 4096
-"""Number of draft tokens that a drafter may send in addition to `FLOOD_FACTOR` times the number that it was asked for."""
+"""Number of draft tokens that a drafter may send beyond `FLOOD_FACTOR` times those that it was asked for."""
 FIRST_PAUSE_S = 0.5
 """Seconds before a drafter that failed is greeted again. The pause doubles with each failure."""
 LONGEST_PAUSE_S = 30.0

@@ -47,7 +47,7 @@ class ShadowSequences:
         self._most_ahead = most_ahead
 
     def open(self, shadow: int, seed: int, text: np.ndarray, limit: int, window: int) -> None:
-        """Starts the shadow sequence of a request with this seed and this int32 `text`, all of which is committed.
+        """Starts the shadow sequence of a request with this seed. The request's `text`, int32, counts as committed.
 
         `limit` is the maximum number of tokens of the sequence. `window` is the maximum number of draft tokens beyond the
         committed text, until a commit changes it.

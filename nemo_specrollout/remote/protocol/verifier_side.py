@@ -32,8 +32,8 @@ from nemo_specrollout.remote.protocol.messages import (
 from nemo_specrollout.remote.protocol.peer import FIRST_PAUSE_S, Peer, PeerState
 
 HEARTBEAT_S = 0.2
-"""Seconds after which a drafter gets a message even if it has none of this verifier's requests. Its answer shows that it is
-alive and how many requests it has."""
+"""Maximum seconds between two messages to a drafter, even if it has no request of this verifier. From the answers the verifier
+knows that the drafter is alive, and how many requests it has."""
 NO_DRAFTER = -1
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
@@ -169,8 +169,8 @@ class VerifierSide:
     def move(self, drafter: int, why_unreachable: str = "") -> None:
         """Notes that a drafter has a new address. Failures at the old address no longer delay the next `Hello`.
 
-        If `why_unreachable` is given, the drafter has no address for this reason, and it is not contacted until the next
-        `move`.
+        If `why_unreachable` is not empty, it says why the drafter has no address. The drafter is then left alone until the
+        next `move`.
         """
         self._take_all_back(drafter)
         peer = self.peers[drafter]
@@ -268,7 +268,7 @@ class VerifierSide:
     def _step(
         self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> Step:
-        """Returns the next `Step` for a drafter, which commits new tokens of requests that it knows and opens other requests.
+        """Returns the next `Step` for a drafter, with the new tokens of its requests and with requests that are new to it.
 
         `slots_b` are the slots of all requests that are assigned to the drafter. The opened texts take at most `room` bytes.
         Together with opened texts that the drafter has not read yet, they take at most `OPENED_BYTES`. The oldest requests are

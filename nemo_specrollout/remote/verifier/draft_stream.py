@@ -39,7 +39,7 @@ class DraftStream:
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
         """Clears the table. `on_device` returns it as an int32 tensor on the device.
 
-        The tensor is either the same memory, or a copy that begins with the call of `on_device`.
+        This tensor shares the memory of `table_SX`, or the call of `on_device` starts to copy the table to it.
         """
         self.table_SX = table_SX
         self._on_device = on_device
@@ -170,7 +170,8 @@ class RemoteDrafter:
     def _committed(self, slots: list[int], tenures: list[int], token_ids: Sequence[Sequence[int]]) -> None:
         """Appends the tokens of an engine step to the requests' texts on the host, and exchanges messages with the drafters.
 
-        Tokens are ignored if their request has left its slot meanwhile, or if it gets no remote drafts.
+        `tenures` has the values of `_tenures_S` in that engine step, and `token_ids` has the new tokens of each slot. Tokens
+        are ignored if their request has left its slot meanwhile, or if it gets no remote drafts.
         """
         longest = self._token_ids_SL.shape[1]
         with self._lock:
@@ -183,7 +184,7 @@ class RemoteDrafter:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Reads the messages that have arrived, and sends to the drafters which tokens and requests are new."""
+        """Reads messages that have arrived, sends new tokens and requests to the drafters, and updates the draft stream."""
         now_s = self._receive()
         for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
             reason = self._send(drafter, message)

@@ -52,11 +52,11 @@ def align(
     found_B: torch.Tensor,
     counts_3: torch.Tensor,
 ) -> None:
-    """Writes up to K draft tokens of each request to `tokens_BK`, with their evidence levels and their number.
+    """Writes up to K draft tokens of each request, their evidence levels, and how many they are.
 
-    The levels go to `levels_BK` and the numbers to `found_B`. `table_SX` is the draft stream's table, with tokens that were
-    drafted for an earlier, shorter text of the request. If the first of these tokens equal those that the request has sampled
-    since, the rest of them is written, and otherwise nothing. The counts in `counts_3` (`DraftStream.counts_3`) are increased.
+    These go to `tokens_BK`, `levels_BK` and `found_B`. `table_SX` is the draft stream's table. Its tokens were drafted for an
+    earlier, shorter text of the request. If the first of these tokens equal those that the request has sampled since, the rest
+    of them is written. Otherwise the request gets no draft tokens. `counts_3` is increased (see `DraftStream.counts_3`).
     """
     most_ahead = (table_SX.shape[1] - draft_buffers.TOKENS) // 2
     _align[(len(slots_B),)](
