@@ -44,7 +44,7 @@ _KEYS_OF_ARGUMENTS = {
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
     "seed": "grpo.seed",
 }
-"""Arguments of vLLM that have a key of their own in the config, with this key."""
+"""The config's own key for an argument of vLLM, by the argument's name. Only arguments with such a key are listed."""
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ request can start at the moment."""
 class EarlyWork:
     """Lets a `RollingEngine` decode early requests between calls of its engine. Owns the thread that does so.
 
-    The thread decodes in slices of `SLICE_S`. Each call of the engine must be made within the context `set_aside`, which waits
-    for the end of the running slice and lets no other slice begin before the call has ended. During a call, the
-    `RollingEngine` decodes early requests in the engine steps of the engine's own requests.
+    The thread decodes in slices of `SLICE_S`. Each call of the engine must be made within the context `set_aside`. It waits for
+    the end of the running slice, and lets no other slice begin before the call has ended. If the call decodes the engine's own
+    requests, the same engine steps decode early requests too, without the thread.
 
-    After `plan`, no slice begins before a call has used `allow`, because the next call brings the requests of the training
-    step.
+    `plan` stops the thread until the next call uses `allow`. That call brings the requests of the training step, which must
+    not wait for early requests.
     """
 
     def __init__(self, rolling: RollingEngine, has_own: Callable[[], bool]) -> None:

@@ -73,7 +73,10 @@ def tail_chart(timelines: Sequence[Record]) -> str:
 
 
 def _chart(title: str, data: Record, panels: Mapping[Callable[[Axes, Record], None], float]) -> str:
-    """Returns an SVG whose panels are one below another and share the time axis. `panels` has the height of each in inches."""
+    """Returns an SVG whose panels are one below another and share the time axis.
+
+    `panels` maps the function that draws a panel to the panel's height in inches.
+    """
     heights = list(panels.values())
     with style():
         figure = Figure((9.0, sum(heights)), layout="constrained")

@@ -317,9 +317,10 @@ class RolloutPool:
             self._answer(engine, ref)
 
     def end_ahead(self, *, keeps_cache: bool) -> list[EarlyMade]:
-        """Stops the requests of coming steps in all live engines, and returns the texts that each engine has made.
+        """Stops the requests of coming steps in all live engines.
 
-        `keeps_cache` must be true if engines have requests of their own, because these use the cached prefixes.
+        Returns one `EarlyMade` for each of these engines, with the texts that it made. With `keeps_cache`, vLLM's cached
+        prefixes stay. It must be true while engines decode requests of their own, which use these prefixes.
         """
         self._worth = {}
         asked = {engine: actor.end_ahead.remote(keeps_cache) for engine, actor in sorted(self._actors.items())}

@@ -28,7 +28,7 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """A task with a name, which is an entry of `bench.workloads`."""
+    """An entry of `bench.workloads`, which is a task with a name."""
 
     name: str
     """The workload's name in tables and files."""

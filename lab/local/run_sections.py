@@ -236,7 +236,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A task of `reasoning-gym`, which is an entry of `data.tasks`."""
+    """An entry of `data.tasks`, which is a task of `reasoning-gym`."""
 
     name: str
     """Name of the task in reasoning-gym, such as chain_sum."""

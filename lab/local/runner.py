@@ -160,7 +160,8 @@ class GrpoRunner:
         """Takes optimizer steps on the samples, with `train_global_batch_size` samples each.
 
         Returns:
-            The mean of each metric over the optimizer steps, and the samples with log-probs under the weights before them.
+            The mean of each metric over the optimizer steps, and the samples. The samples have the log-probs under the
+            weights before the first optimizer step.
         """
         policy = self.config.policy
         results: list[dict[str, float]] = []

@@ -54,7 +54,10 @@ def methods_to_measure(block: SpecrolloutConfig) -> list[Method]:
 
 
 def batches_up_to(most: int) -> list[int]:
-    """Returns the batch sizes to measure. They are powers of two, and the largest size in `SIZES` that is at most `most`."""
+    """Returns the batch sizes to measure, in ascending order.
+
+    The last one is the largest size in `SIZES` that is at most `most`. Before it come all smaller powers of two.
+    """
     largest = max(size for size in SIZES.tolist() if size <= max(most, 1))
     return sorted({2**i for i in range(int(math.log2(largest)) + 1)} | {largest})
 

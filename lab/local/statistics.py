@@ -31,9 +31,9 @@ class RolloutStats:
     num_draft_tokens: int
     num_steps_with_drafts: int
     proposed: dict[str, list[int]]
-    """Numbers of verified draft tokens, by drafter and draft position."""
+    """Counts of verified draft tokens. The key is the drafter, and the list has a count for each draft position."""
     accepted: dict[str, list[int]]
-    """Numbers of accepted draft tokens, by drafter and draft position."""
+    """Counts of accepted draft tokens, with the same keys and lists as `proposed`."""
     trace: dict[str, Any]
     """Line of `trace.jsonl`, which has every engine step."""
     head_is_dormant: bool | None = None

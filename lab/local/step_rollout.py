@@ -49,7 +49,7 @@ class StepRollout:
     verify_s: float = 0.0
     """Seconds that the check of tokens took."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Further metrics of the step."""
+    """Metrics of the step by name, besides those of `stats`."""
     num_older_B: list[int] | None = None
     """Number of tokens of each response that policies older than the step's have sampled, or None in a synchronous step."""
     timeline: dict[str, Any] | None = None
@@ -208,7 +208,7 @@ class RolloutSource(Protocol):
         """Returns a sentence for each process that died since the last call."""
 
     def ladder_file(self) -> SpeedTableFile | None:
-        """Returns the decode speeds that were learned as the content of a file, or None if there are none."""
+        """Returns the decode speeds that the engines have learned, in the form of a file, or None if there are none."""
         return None
 
     def close(self) -> None:

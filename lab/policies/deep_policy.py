@@ -57,7 +57,10 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def deep_index(layer: int, factor: int) -> int:
-    """Returns the index of a policy's layer in the deeper policy, where it follows `factor - 1` layers without effect."""
+    """Returns the index that layer `layer` of a policy has in the deeper policy.
+
+    There, each layer of the policy comes after `factor - 1` layers without effect.
+    """
     return layer * factor + factor - 1
 
 

@@ -302,9 +302,9 @@ def save(draft: Any, base: Path, card: dict[str, Any], out: Path) -> None:
 def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> list[float]:
     """Returns the acceptance rate at each of K draft positions, given that all drafts before it are right.
 
-    A draft is right if the policy samples it too under the same noise. The noise of a text is drawn so that the policy samples
-    exactly this text. So a draft after right ones has the text as its context. Therefore one forward pass over the text tells
-    for all of its positions whether the draft model would be right.
+    A draft is right if the policy samples it too under the same noise. The noise is drawn so that the policy samples exactly
+    the given text. So right drafts are the text's own tokens, and the draft after them has the text as its context. Therefore
+    one forward pass over the text tells for each position whether the draft model is right there.
     """
     generator = torch.Generator().manual_seed(seed)
     right, tried = torch.zeros(NUM_POSITIONS), torch.zeros(NUM_POSITIONS)

@@ -99,9 +99,9 @@ def _make_examples(
 
 
 def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Example]]:
-    """Returns the examples, sorted by length, in batches.
+    """Sorts the examples by length, and returns them in batches.
 
-    A padded batch has at most `batch_tokens` positions, or one example.
+    A padded batch has at most `batch_tokens` positions. Only a longer example, in a batch of its own, has more.
     """
     batches: list[list[Example]] = [[]]
     for example in sorted(examples, key=lambda example: len(example[0])):

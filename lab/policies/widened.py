@@ -158,7 +158,10 @@ class Widening:
         return wide
 
     def _matrix(self, kind: str, small: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Returns a widened matrix. Its input may be several hidden states, one after another, as in a head."""
+        """Returns the widened form of the matrix `small`. `kind` is the last part of its name, such as "q_proj".
+
+        In a head, a matrix may read several hidden states in a row. Then it has the columns of each of them.
+        """
         rows, columns = (self._axes[axis] for axis in self._matrices[kind])
         repeats = small.shape[1] // len(columns.used)
         used, live = (

@@ -69,9 +69,10 @@ def _copy_states(  # type: ignore[no-untyped-def]
     widths,
     groups,
 ):
-    """Copies all states of a request from one column of its block table to another.
+    """Copies all states of a request to the block in column `target` of its block table.
 
-    Of a convolution's window, the first `bias` rows are left out.
+    The window of a convolution comes from column `source`, without its first `bias` rows. Any other state comes from column
+    `source + bias`.
     """
     for i in range(len(bases)):
         table = int32_array(block_table_ptrs[groups[i]] + 4 * slot * stride, stride)
