@@ -23,9 +23,9 @@ request can start at the moment."""
 class EarlyWork:
     """Lets a `RollingEngine` decode early requests between calls of its engine. Owns the thread that does so.
 
-    The thread decodes in slices of `SLICE_S`. Each call of the engine must be made within the context `set_aside`. It waits for
-    the end of the running slice, and lets no other slice begin before the call has ended. If the call decodes the engine's own
-    requests, the same engine steps decode early requests too, without the thread.
+    The thread decodes in slices of `SLICE_S`. Each call of the engine must be made within the context `set_aside`. The context
+    waits for the end of the running slice, and lets no other slice begin before the call has ended. If the call decodes the
+    engine's own requests, the same engine steps decode early requests too, without the thread.
 
     `plan` stops the thread until the next call uses `allow`. That call brings the requests of the training step, which must
     not wait for early requests.

@@ -168,7 +168,7 @@ class RolloutActor:
         return self._early.end(keeps_cache=keeps_cache)
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Returns a context in which the engine decodes no early requests by itself."""
+        """Returns a context in which the thread that decodes early requests does not use the engine."""
         return nullcontext() if self._early is None else self._early.set_aside()
 
 
@@ -265,7 +265,10 @@ class RolloutPool:
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns the latest known worth of an engine's early work, and asks an engine without turns for a newer value."""
+        """Returns the latest known worth of an engine's early work, without waiting. Dead engines have the worth of no work.
+
+        If the engine has no queued turn, it is also asked for a newer value, which a later call returns.
+        """
         if not self._runs_ahead or not self.is_alive(engine):
             return EarlyWorth()
         known, call = self._worth.get(engine, (EarlyWorth(), None))
@@ -385,12 +388,15 @@ class RolloutPool:
         self._heard_s[engine] = time.monotonic()
 
     def _load(self, actor: Any) -> Any:
-        """Sends an engine the newest weights, without waiting."""
+        """Sends an engine the newest weights, without waiting. Returns Ray's reference to the answer."""
         assert self._weights is not None
         return actor.load_weights.remote(self._weights.ref, self._recompute_kv_cache)
 
     def _wait(self) -> list[Any]:
-        """Returns turns that have ended. Waits for one, unless an engine's start ends before or an engine hangs."""
+        """Waits until a turn or an engine's start has ended, or until an engine has been silent for too long.
+
+        Returns the turns that have ended, of which there may be none.
+        """
         waiting = [*self._turns, *self._starting]
         ready = self._ready(waiting)
         patience_s = self._patience_s()
@@ -421,7 +427,10 @@ class RolloutPool:
         return ready
 
     def _patience_s(self) -> float:
-        """Kills engines that have been silent for too long, and returns the seconds until the next engine would be."""
+        """Kills engines that have been silent for too long.
+
+        Returns the seconds until the next engine has been silent for too long, but at least 1.
+        """
         busy = {engine: (self._actors[engine], HANG_S) for engine in self._turns.values()}
         busy |= {start.engine: (start.actor, START_S) for start in self._starting.values()}
         left_s = {engine: self._heard_s[engine] + limit_s - time.monotonic() for engine, (_, limit_s) in busy.items()}

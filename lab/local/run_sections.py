@@ -24,8 +24,8 @@ class AsyncGrpoConfig:
     enabled: bool = False
     """Whether generation and training overlap. With false they take turns."""
     max_trajectory_age_steps: int = bounded(1, low=1, high=64)
-    """Most training steps by which the policy that begins a sample may be older than the policy that is trained on the
-    sample."""
+    """Largest age of a sample when it is trained on, in training steps. The age is counted from the policy version that began
+    the sample."""
     in_flight_weight_updates: bool = False
     """Whether engines load new weights at once, while requests run. With false, the weights wait until all requests have
     ended."""

@@ -50,7 +50,7 @@ class Scored:
     def gap_BT(self) -> torch.Tensor:
         """Absolute difference of each token's log-prob between engine and trainer, in nats, [B, T].
 
-        It is known after training.
+        Needs `prev_logprobs_BT`, which is always set after training.
         """
         assert self.inputs.prev_logprobs_BT is not None
         return (self.inputs.generation_logprobs_BT - self.inputs.prev_logprobs_BT).abs()

@@ -77,7 +77,7 @@ class Stream:
     """Running requests, with their tokens so far as the prefix."""
 
     def fill(self) -> list[tuple[int, RolloutRequest]]:
-        """Fills the batch, and returns the new requests, each with its number."""
+        """Starts new requests until `batch` are running. Returns the new ones, each with its key."""
         new = list(itertools.islice(self.requests, self.batch - len(self.under_way)))
         self.under_way.update(new)
         return new
@@ -146,7 +146,10 @@ class SpeedTableBench:
         return SpeedRow(task, name, tuple(self.batches), speeds, weights_s, accepted / verified if verified else 0.0)
 
     def _slices(self, first: int, count: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """Measures all methods and batch sizes once in each of `count` rounds. Each round begins with another method."""
+        """Measures all methods and batch sizes once in each of `count` rounds, which are numbered from `first` on.
+
+        Each round begins with another method.
+        """
         for number, batch in itertools.product(range(first, first + count), self.batches):
             for i in self._engines:
                 engine = (i + number) % len(self._engines)
@@ -180,7 +183,7 @@ class SpeedTableBench:
 
 
 def _requests(config: RunConfig, number: int, task: Task) -> Iterator[tuple[int, RolloutRequest]]:
-    """Yields an endless list of requests for one batch size, each with a number of its own."""
+    """Yields requests for one batch size without end, each with a key of its own. `number` is the index of the batch size."""
     num_samples = config.grpo.num_generations_per_prompt
     for index in itertools.count(number * _PROMPTS_APART):
         ids: Any = task.encode(task.problems(config.grpo.seed, 1, index)[0])

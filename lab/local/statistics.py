@@ -176,9 +176,10 @@ def draft_counts(before: EngineStats, after: EngineStats) -> tuple[int, int]:
 
 
 def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
-    """Returns how many tokens are equal at the same positions of two lists of responses, and how many were compared.
+    """Compares two lists of responses to the same requests, position by position.
 
-    Of two responses to a request, the length of the longer one counts as compared.
+    Returns how many tokens are equal, and how many positions were compared. If the two responses to a request differ in
+    length, the positions that only the longer one has are compared too, and are not equal.
     """
     pairs = [(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))

@@ -118,7 +118,7 @@ def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example
 
 
 def batches(texts: Sequence[Example], settings: DraftSettings) -> Iterator[list[int]]:
-    """Yields an endless sequence of batches, each as the numbers of its texts. Each epoch has every text once."""
+    """Yields batches without end, each as the indices of its texts in `texts`. Each epoch has every text once."""
     rng = random.Random(f"draft-{settings.seed}")
     while True:
         # Random tokens are added to the lengths, so that every epoch has other batches.
@@ -159,9 +159,10 @@ def start_of(policy: Any, num_layers: int) -> Any:
 
 
 def kept_layers(num_policy: int, num_draft: int) -> list[int]:
-    """Returns the numbers of the policy's layers that the draft model begins with, in even steps from first to last.
+    """Returns the indices of the policy's layers of which the untrained draft model consists.
 
-    With SmolLM2-135M, the loss falls faster from these layers than from the lowest ones or from those at both ends.
+    They are spread evenly from the first layer to the last. With SmolLM2-135M, the loss falls faster from these layers than
+    from the lowest ones or from those at both ends.
     """
     if not 1 <= num_draft <= num_policy:
         raise ValueError(f"layers is {num_draft}, but the policy has {num_policy}; choose 1 to {num_policy}")
@@ -323,10 +324,10 @@ def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> 
 
 
 def same_tokens(policy_NV: Tensor, draft_NV: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns whether the draft model samples `token_N` too under noise with which the policy samples it, bool [N].
+    """Returns at which positions the draft model samples the same token as the policy, bool [N].
 
-    The noise is Gumbel noise on condition that the policy's largest sum of log-prob and noise is that of `token_N`. This sum
-    is drawn first, and all others are drawn below it.
+    Both sample with the same Gumbel noise, which is drawn so that the policy samples `token_N`. For this, the policy's sum of
+    log-prob and noise is drawn first for `token_N`. The sums of all other tokens are then drawn below it.
     """
     policy_NV = policy_NV.log_softmax(-1)
 

@@ -3,9 +3,9 @@
 
 In all functions, `t` are the board's tables. Shapes: as in `drafters/board.py`, and L = NUM_LEVELS.
 
-What an engine step adds to a table of all requests is summed separately, and added at the end. So no request reads what
-another request of the same step has learned, and the order of the requests does not matter. Results are then the same as on a
-GPU, where all requests are computed at the same time.
+Some tables are shared by all requests. What an engine step adds to them is summed separately, and added at the end. So no
+request reads what another request of the same step has learned, and the order of the requests does not matter. Results are
+then the same as on a GPU, where all requests are computed at the same time.
 """
 
 import numpy as np
