@@ -184,7 +184,10 @@ def _drafters_line(block: SpecrolloutConfig) -> str:
 
 
 def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console) -> None:
-    """Prints the predicted place of remote drafters, and a request's predicted draft tokens by number of running requests."""
+    """Prints on which devices remote drafters are predicted to pay, and how many draft tokens a request is predicted to get.
+
+    The draft tokens are a table by number of running requests.
+    """
     rows = drafted(scenario, block)
     placed = Fleet(scenario).placement
     if placed is not None:

@@ -31,7 +31,8 @@ _TURN_S = 0.1
 """Seconds of an engine's turn, after which new requests take the places of those that have ended. With few requests, a turn
 ends when the first request ends."""
 _PROMPTS_APART = 1_000_000
-"""Distance between the first prompts of two batch sizes in the task's list. No batch size uses so many prompts."""
+"""Each batch size takes its prompts from a place of its own in the task's list. This is the distance between two such places,
+and larger than the number of prompts that a batch size uses."""
 
 Method = tuple[str, ...]
 

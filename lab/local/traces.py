@@ -65,7 +65,7 @@ def seconds_since_start(trace: Record) -> np.ndarray:
 
 
 def drafts_by_name(trace: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the numbers of draft tokens and of accepted tokens in each engine step, by drafter.
+    """Returns two arrays for each drafter, by its name. They count its draft tokens and accepted tokens in each row.
 
     Drafters without drafts are left out.
     """

@@ -170,9 +170,9 @@ def kept_layers(num_policy: int, num_draft: int) -> list[int]:
 
 
 def states_of(model: Any, texts: Sequence[Example]) -> Tensor:
-    """Returns the last layer's states after the norm, [N, H], from which a model predicts the texts' response tokens.
+    """Returns a model's states after the last norm, [N, H], one for each response token of the texts in their order.
 
-    The states of one text come after those of another.
+    The state of a token is the one from which the model predicts this token.
     """
     ids_BT, _ = pad_batch(texts, 0)
     hidden_BTH = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state

@@ -217,7 +217,10 @@ def make_start(base: Path, change: Path, out: Path, console: Console) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields an empty folder that is moved to `out` if nothing is raised. Its parent is a scratch folder."""
+    """Yields an empty folder, and moves it to `out` when the context ends without an error.
+
+    Further files can be put beside the folder. They are removed at the end.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         folder = Path(scratch) / out.name

@@ -205,8 +205,8 @@ def widened(
 def write_head(source: Path, target: Shape, out: Path) -> None:
     """Writes the EAGLE-3 head in `source`, widened for a policy of the shape `target`. `out` appears only when it is complete.
 
-    The head's layer gets the policy's sizes, as heads of large models have them. Its vocabulary stays, because a token that is
-    added to it would need a logit of minus infinity.
+    The head's layer gets the policy's sizes, as is usual for heads of large models. The head's vocabulary stays, because an
+    added token would need a logit of minus infinity.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     layer = config["transformer_layer_config"]

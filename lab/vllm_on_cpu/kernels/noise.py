@@ -57,7 +57,7 @@ def row_state(seed, position):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def token_bits(state, token):  # type: ignore[no-untyped-def]
-    """Returns 32 random bits for a uint32 token id, from the state of its row. They are different for every token of a row."""
+    """Returns 32 random bits for a uint32 token id, from the state of its row. No two tokens of a row get the same bits."""
     h = np.bitwise_xor(_mixed(state, token), _NUM_BYTES)
     h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(16))), _FINAL_1)
     h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(13))), _FINAL_2)
