@@ -64,7 +64,10 @@ def explain(parsed: argparse.Namespace) -> int:
 
 
 def _subject_of(tree: dict[str, Any]) -> Subject:
-    """Returns what is known of a config. Raises ConfigError for a local config that not even `bench` can run."""
+    """Returns a config with its block, the lines that describe it, and findings about it.
+
+    If `run` cannot train a local config, an error is among the findings. Raises ConfigError if not even `bench` can run it.
+    """
     if runtime_of(tree) == "nemo_rl":
         return describe_config(tree)
     prepared = prepare_local(tree)

@@ -255,7 +255,10 @@ class RolloutPool:
         return sum(e == engine for e in self._turns.values())
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Waits for the end of a turn, a restart or a death. Returns engines with their results, or with None for a death."""
+        """Waits until a turn or a restart of an engine has ended, or until an engine has died.
+
+        Returns pairs of an engine's index and the result of its turn, or None if the engine has died.
+        """
         ready = [] if self._deaths else self._wait()
         answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
         for turn in ready:
@@ -310,7 +313,7 @@ class RolloutPool:
     # For the run
 
     def alive(self) -> list[int]:
-        """Returns the engines that take orders."""
+        """Returns the indices of the engines that take orders."""
         return [engine for engine in range(len(self.methods)) if self.is_alive(engine)]
 
     def plan_ahead(self, plans: Mapping[int, AheadPlan]) -> None:

@@ -126,9 +126,9 @@ def fleet_stats(
 ) -> RolloutStats:
     """Returns the statistics of several engines that work at the same time, from the stats of each `before` and `after`.
 
-    Counts are sums over engines, `host_s` and `draft_s` are means, and the trace has one part for each engine. The estimate
-    without speculation assumes that each request stays in the engine that `shards` names, and is that of the engine that ends
-    last.
+    `shards` has the engine of each request. Counts are sums over engines, `host_s` and `draft_s` are means, and the trace has
+    one part for each engine. For `plain_estimate_s`, each request is assumed to stay in its engine of `shards`. It is the
+    largest of the engines' estimates.
     """
     parts = {}
     for engine, now in after.items():
@@ -157,8 +157,8 @@ def fleet_stats(
 def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], max_num_seqs: int) -> RolloutStats:
     """Returns the statistics of engines whose rollouts overlap, from all of their engine steps between `before` and `after`.
 
-    `seconds` is the time that an engine spent in steps, as a mean over engines. The estimate without speculation is the time
-    of as many tokens with one token per request and step, also as a mean over engines.
+    `seconds` is the time that an engine spent in steps, as a mean over engines. `plain_estimate_s` is the time in which it
+    would have made as many tokens without speculation, also as a mean over engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = [None if now.plain_step_s is None else np.array(now.plain_step_s) for now in after.values()]

@@ -167,9 +167,10 @@ class RolloutSource(Protocol):
         """Returns the settings that are in force in the engines, such as vLLM's version, model runner and CUDA graph mode."""
 
     def begin(self, steps: range) -> None:
-        """Tells the source which steps the run will do, once the engines have the policy's weights.
+        """Tells the source which steps the run will do. Called when the engines have the policy's weights.
 
-        A source may begin to generate for them at once. By default it generates only in `roll_out`.
+        A source may begin to generate for these steps at once. This default does nothing, so everything is generated in
+        `roll_out`.
         """
         return None
 

@@ -160,9 +160,9 @@ class ReasoningGymTask:
         return encode_chat(self._tokenizer, problem.prompt, self._system_prompt)
 
     def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
-        """Returns the score of the answer, from 0 to 1, which is the text in the last `<answer>...</answer>`.
+        """Returns the score of the response's answer, from 0 to 1. A response without an answer scores 0.
 
-        It is 0 without one.
+        The answer is the text in the last `<answer>...</answer>`.
         """
         from reasoning_gym.utils import extract_answer
 

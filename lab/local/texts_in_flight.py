@@ -66,7 +66,7 @@ class TextsInFlight:
         return replace(prompts, requests=requests)
 
     def keep(self, made_E: Sequence[EarlyMade]) -> None:
-        """Stores the texts that each engine has made in a plan. Call it when the plan has ended."""
+        """Stores the texts that each engine has made under its last plan. Call it when the engines have ended that plan."""
         self._coming.keep(made_E)
 
     def compare(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -7,7 +7,8 @@ from nemo_specrollout.reports.records import Record
 
 _DRAFTS = ("drafted_", "accepted_")
 SHORTEST_IDLE_S = 0.002
-"""Seconds between two engine steps from which on an engine counts as idle. Shorter gaps come from reading the clock."""
+"""An engine counts as idle between two engine steps if the gap is longer than this, in seconds. Shorter gaps come from reading
+the clock."""
 
 
 def whole_trace(trace: Record) -> Record:

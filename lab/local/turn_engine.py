@@ -24,11 +24,11 @@ class ReloadingTurnEngine(TurnEngine):
 
         Without `recompute_kv_cache`, they continue with the old policy's KV cache, as in NeMo-RL by default.
 
-        With `recompute_kv_cache`, the new policy first reads the text of each attempt again. So the tokens that follow are exact
-        samples of the new policy.
+        With `recompute_kv_cache`, the new policy first reads the text of each attempt again. So the tokens that follow are
+        exact samples of the new policy.
 
-        With `recompute_kv_cache` in an engine with `run_ahead`, attempts start over. What is known of an attempt's text is used
-        as drafts only. So all of the attempt's tokens are samples of the new policy.
+        With `recompute_kv_cache` in an engine with `run_ahead`, attempts start over. What is known of an attempt's text is
+        used as drafts only. So all of the attempt's tokens are samples of the new policy.
         """
         attempts = list(self._attempts.values()) if recompute_kv_cache else []
         for attempt in attempts:

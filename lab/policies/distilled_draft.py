@@ -51,7 +51,7 @@ TEXT_TOKENS, SAMPLED_AT_ONCE = 256, 64
 HELD_OUT = 32
 """Number of texts at the end of the list that are never trained on."""
 NUM_POSITIONS = 8
-"""Draft positions whose acceptance is measured."""
+"""Number of draft positions whose acceptance is measured."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class PolicyStates:
         self._states: dict[int, Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """Returns the policy's last states [N, H] on the texts with these numbers, one text after another."""
+        """Returns the policy's last states on the texts with the indices `numbers`, [N, H], as `states_of` does."""
         new = [i for i in numbers if i not in self._states]
         if new:
             texts = [self._texts[i] for i in new]

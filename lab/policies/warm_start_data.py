@@ -25,7 +25,8 @@ BATCH_TOKENS = 768
 POOL_PROBLEMS = 256
 """Number of problems in a pool. A pool is sorted by length before it is divided into batches, which keeps padding small."""
 POOL_STEPS = 64
-"""Approximate number of batches in a pool. Only the pace of the curriculum depends on it."""
+"""Number of training steps that a pool is assumed to last, which is about its number of batches. It only sets how fast
+problems get longer."""
 IGNORED = -100
 Example = tuple[list[int], int]
 """Token ids of a prompt followed by its response, and the length of the prompt."""

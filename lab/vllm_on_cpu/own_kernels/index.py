@@ -76,11 +76,14 @@ def _find(words, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
-    """Returns a slot for `key` and raises its rank.
+    """Returns the slot of `key`, which gets one if it has none, and raises the slot's rank.
 
-    It is the key's own slot, or else a free one of its bucket, or else the one of the lowest rank. `best` is the smallest cost
-    * 8 + i of the slots i, so that one minimum finds both the cost and the slot. The cost is `OWN`, `FREE` or the slot's rank,
-    in this order of size.
+    A key without a slot gets a free one of its bucket. If none is free, the key takes the slot of the lowest rank, and what
+    was counted there is dropped.
+
+    In the code, each slot i of the bucket has a cost. The key's own slot costs `OWN`, which is the least. A free slot costs
+    `FREE`, and any other slot costs its rank. `best` is the minimum of cost * 8 + i, which has both the lowest cost and its
+    slot.
     """
     line = _line_of(words, key)
     reference = words[line]
