@@ -140,9 +140,9 @@ def check_trainer(prepared: Prepared) -> None:
 
 
 def place_drafter(prepared: Prepared) -> Prepared:
-    """Returns the config with the place that `placement: auto` gives the drafter, or unchanged if it does not have this key.
+    """Decides for a config with `placement: auto` where the drafter runs, and returns the config with this decision.
 
-    Raises ConfigError if its profile cannot be used.
+    Other configs are returned unchanged. Raises ConfigError if the profile of measured times cannot be used.
     """
     config = prepared.config
     generation = config.policy.generation

@@ -65,7 +65,10 @@ class EarlyWork:
             self._has_work = False
 
     def allow(self) -> None:
-        """Lets the thread decode early requests once the context `set_aside` has ended, within which this must be called."""
+        """Lets the thread decode early requests again.
+
+        Must be called within the context `set_aside`. The thread goes on when the context has ended.
+        """
         self._has_work = True
 
     def worth(self) -> EarlyWorth:

@@ -125,7 +125,7 @@ class RolloutFleet(RolloutSource):
         return before, after
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest], timeline: Timeline) -> list[dict[str, Any] | None]:
-        """Returns facts about each sample of a rollout, as the engine that finished the sample first reports them.
+        """Returns facts about each sample of a rollout. They come from the engine that won, which means that it ended first.
 
         Only the counts of draft tokens are sums over all engines that decoded the sample.
         """

@@ -62,12 +62,12 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], max_num_steps: int) -> None:
-        """Locks the folder, which must be new or have a run whose config differs at most in the number of steps.
+        """Locks the folder. It must be new, or have a run whose config differs at most in the number of steps.
 
         A run without a finished step starts from the beginning, whatever its config was.
 
-        Raises ConfigError if another run uses the folder, if it has files of something else, or if all of its checkpoints are
-        damaged. Also raises it if its run is complete, or has finished steps but keeps no checkpoints.
+        Raises ConfigError if another process uses the folder, if the folder has files that are not of a run, or if all
+        checkpoints are damaged. Raises it also if the run is complete, or if it has finished steps but keeps no checkpoints.
         """
         self.path = path
         self.facts: Mapping[str, Any] = {}
@@ -130,7 +130,8 @@ class RunDirectory:
         Call it when engines and policy have started.
 
         Returns:
-            Warnings for the user, about damaged checkpoints, which this call renames, and about a file system without locks.
+            Warnings for the user. There is one for each damaged checkpoint, which has been renamed, and one for a file system
+            without locks.
         """
         for leftover in self._checkpoints.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -214,9 +215,10 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def _newest_whole(self) -> int | None:
-        """Returns the newest step with an undamaged checkpoint, or None without checkpoints, and notes damaged ones after it.
+        """Returns the newest step with an undamaged checkpoint, or None without checkpoints.
 
-        Reads all files of the checkpoints. Raises ConfigError if all of them are damaged.
+        Adds the damaged checkpoints of later steps to `_damaged`. Raises ConfigError if all checkpoints are damaged. Reads all
+        files of the checkpoints that it looks at, from the newest on.
         """
         for step in reversed(self._saved_steps()):
             try:

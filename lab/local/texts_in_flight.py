@@ -47,11 +47,11 @@ class TextsInFlight:
         self._kept.begin(resumes=steps.start > 0)
 
     def plans(self, step: int, num_engines: int) -> list[AheadPlan]:
-        """Returns for each engine which requests it may start while `step` is rolled out. Those of the next step come first.
+        """Returns a plan for each engine, with the requests that the engine may start while `step` is rolled out.
 
-        Requests whose texts could not be used as drafts are left out. The requests of each step are divided among all engines,
-        because they come before those of later steps. Samples of a prompt go to the same engine, because they share the KV
-        cache of the prompt.
+        The requests of the next step come first. So the requests of each step are divided among all engines, and all engines
+        work on the next step before any later one. Samples of a prompt go to the same engine, because they share the KV cache
+        of the prompt. Requests whose texts could not be used as drafts are left out.
         """
         coming = range(step + 1, step + 1 + self._coming.steps)
         rows = [self._rows(later) for later in takewhile(self._steps.__contains__, coming)]

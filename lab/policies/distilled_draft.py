@@ -104,7 +104,9 @@ def own_texts(base: Path, settings: DraftSettings) -> list[Example]:
 
 
 def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example]:
-    """Returns the texts that an earlier training with the same policy, seed and number has stored, or stores new ones."""
+    """Returns the texts to train on, which `out` stores. New ones are made and stored, unless those in `out` are of the same
+    policy, seed and number of texts.
+    """
     key = {"base": str(base), "seed": settings.seed, "texts": settings.texts, "tokens": TEXT_TOKENS}
     path = out / TEXTS
     if path.is_file():

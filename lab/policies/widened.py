@@ -179,7 +179,7 @@ class Widening:
 
 
 def _spread(heads: Tensor, head_dim: int) -> Tensor:
-    """Returns the indices of all numbers of these attention heads, int64."""
+    """Returns the indices that these attention heads take in a row or column, with `head_dim` of them for each head, int64."""
     return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 

@@ -174,9 +174,9 @@ def _best(worth_D, count_D):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
-    """Counts the draft tokens of a proposal by their survival, in a row of `spread_FQ`.
+    """Adds the draft tokens of a proposal to `spread_Q`, which is a row of the histogram `spread_FQ` of survivals.
 
-    `rate_K` are their acceptance rates.
+    `rate_K` has the acceptance rate of each draft token.
     """
     calibration = (calibration_2[0] + PRIOR_STRENGTH) / (calibration_2[1] + PRIOR_STRENGTH)
     survival = F32(1)
@@ -187,11 +187,12 @@ def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # type: ignore[no-untyped-def]
-    """Counts by survival which draft tokens would be submitted for each depth of the model's drafting, in rows of `spread_FQ`.
+    """Fills the histogram `spread_FQ`, whose row k + 1 is for the case that the model drafts k + 1 tokens.
 
-    The model has drafted `depth` tokens, and depths of up to 2 * depth + 1 are counted. A token that was not drafted gets the
-    acceptance rate of the last token that was. `worth_D` are the worths of the other drafters' proposals, and `most` is the
-    most draft tokens that may be submitted.
+    Each row gets the survivals of the draft tokens that the request would submit in that case. The model has really drafted
+    `depth` tokens, and cases of up to 2 * depth + 1 tokens are counted. A token that was not drafted gets the acceptance rate
+    of the last token that was. `worth_D` has the worth of each other drafter's proposal. At most `most` draft tokens may be
+    submitted.
     """
     other, other_count = _best(worth_D, count_D)
     worth, survival = F32(0), F32(1)
@@ -208,9 +209,9 @@ def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # t
 
 @njit(cache=True, nogil=True)
 def _write_rates(rates_K, rate_K, price, mean_price):  # type: ignore[no-untyped-def]
-    """Writes the acceptance rates of submitted draft tokens.
+    """Writes the acceptance rates of a request's submitted draft tokens to `rates_K`.
 
-    The first is multiplied by the mean price of a row divided by the price of this request's rows.
+    The first rate is multiplied by the mean price of a row, divided by the price of this request's rows.
     """
     rates_K[: len(rate_K)] = rate_K
     if min(price, mean_price) > F32(base.LEAST_PRICE):

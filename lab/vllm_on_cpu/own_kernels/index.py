@@ -136,7 +136,7 @@ def _count(candidates, slot, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the candidate token with the highest count, and its evidence level, which is -1 if there is no candidate.
+    """Returns the candidate token with the highest count, and its evidence level. The level is -1 if there is no candidate.
 
     Of equal counts the first one wins. A level is 4 * (grade of the context's length) + (grade of the candidate's share of the
     counts). One is added to the total count, so that a share of few counts gets a lower grade.
@@ -240,7 +240,8 @@ def _learn(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _find_longest(words, candidates, orders_M, keys_BM, b):  # type: ignore[no-untyped-def]
-    """Returns the slot of row b's longest known context, or -1, the context's length, and a word of its candidates.
+    """Finds row b's longest known context. Returns its slot, its length, and a word of its candidates, or -1, 0 and 0 if no
+    context is known.
 
     Reading the word loads the cache line of the candidates.
     """
