@@ -32,7 +32,10 @@ class EarlyWork:
     """
 
     def __init__(self, rolling: RollingEngine, has_own: Callable[[], bool]) -> None:
-        """Starts the thread. `has_own` tells whether the engine has own requests, in which case only a turn may step it."""
+        """Starts the thread, which does nothing until `allow`.
+
+        `has_own` returns whether the engine has requests of its own. While it has, the thread does not step the engine.
+        """
         self._rolling = rolling
         self._has_own = has_own
         self._state = threading.Condition()

@@ -281,7 +281,7 @@ def num_shown_engines(timeline: Record) -> int:
 
 
 def engine_names(timeline: Record) -> list[str]:
-    """Returns a label for each engine, which has its number, and also its draft method if the engines' methods differ."""
+    """Returns a label for each engine. It has the engine's number, and the draft method if the engines' methods differ."""
     methods = list(timeline.get("methods") or ())
     tell = len(set(methods)) > 1
     return [f"worker {w}" + (f": {methods[w]}" if tell else "") for w in range(int(timeline["num_workers"]))]

@@ -200,7 +200,7 @@ class RolloutPool:
         recompute_kv_cache: bool = True,
         weights_by_handle: bool = True,
     ) -> None:
-        """Starts `num_engines` engines, and Ray unless it runs. Raises ConfigError for what vLLM refuses.
+        """Starts `num_engines` engines, and Ray unless Ray already runs. Raises ConfigError for what vLLM refuses.
 
         With `recompute_kv_cache`, running requests compute their KV cache again after new weights
         (`ReloadingTurnEngine.load_weights`). `weights_by_handle` says how weights on a GPU are sent to the engines (`packed`).

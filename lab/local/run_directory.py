@@ -54,8 +54,8 @@ class RunDirectory:
     """The folder of a run, which is locked while this object is open.
 
     It has `config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
-    `ladder.json`, `checkpoints/step_N` and `learned`. The object is first opened, which writes only the lock, then begun, and
-    then closed. While it is open, no other run can open the folder.
+    `ladder.json`, `checkpoints/step_N` and `learned`. Making the object only writes the lock. `begin` writes the rest, and
+    `close` releases the lock. Until then, no other run can use the folder.
 
     Invariant: from `begin` on, metrics and traces are about the steps before `next_step`, where a resumed run continues.
     `begin` drops the lines of a step whose checkpoint was never finished.
@@ -162,7 +162,7 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint from which the run continues, which is the newest undamaged one, or None in a new run."""
+        """The newest undamaged checkpoint, from which the run continues, or None in a new run."""
         return None if self._last is None else self._checkpoint(self._last)
 
     def with_learned(self, learned: LearnedConfig) -> LearnedConfig:
@@ -264,15 +264,17 @@ def _provenance() -> dict[str, Any]:
 
 
 class DirectoryLock:
-    """A lock on a folder, which is held by its file `run.lock` until it is released.
+    """A lock on a folder, by the file `run.lock` in it. The lock is held until `release`.
 
-    The file names the process that has the lock.
-
-    `works` is false if the file system has no locks, so that two runs could use the folder at once.
+    The file names the process that has the lock. `works` is false if the file system has no locks, so that two runs could use
+    the folder at once.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock, and makes the folder if it is missing. Raises OSError, or ConfigError if another run has it."""
+        """Takes the lock, and makes the folder if it is missing.
+
+        Raises OSError, or ConfigError if another process has the lock.
+        """
         self._made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / LOCK

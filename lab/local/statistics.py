@@ -35,7 +35,7 @@ class RolloutStats:
     accepted: dict[str, list[int]]
     """Counts of accepted draft tokens, with the same keys and lists as `proposed`."""
     trace: dict[str, Any]
-    """Line of `trace.jsonl`, which has every engine step."""
+    """A line for `trace.jsonl`, with every engine step of the rollout."""
     head_is_dormant: bool | None = None
     """Whether the drafter with weights is dormant, or None without such a drafter."""
     drafter_stats: dict[str, Any] | None = None
@@ -127,8 +127,8 @@ def fleet_stats(
     """Returns the statistics of several engines that work at the same time, from the stats of each `before` and `after`.
 
     `shards` has the engine of each request. Counts are sums over engines, `host_s` and `draft_s` are means, and the trace has
-    one part for each engine. For `plain_estimate_s`, each request is assumed to stay in its engine of `shards`. It is the
-    largest of the engines' estimates.
+    one part for each engine. `plain_estimate_s` is the largest of the engines' estimates, if each request had stayed in its
+    engine of `shards`.
     """
     parts = {}
     for engine, now in after.items():
@@ -157,8 +157,8 @@ def fleet_stats(
 def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], max_num_seqs: int) -> RolloutStats:
     """Returns the statistics of engines whose rollouts overlap, from all of their engine steps between `before` and `after`.
 
-    `seconds` is the time that an engine spent in steps, as a mean over engines. `plain_estimate_s` is the time in which it
-    would have made as many tokens without speculation, also as a mean over engines.
+    `seconds` is the time that an engine spent in steps, as a mean over engines. `plain_estimate_s` is the time that an engine
+    would have needed for as many tokens without speculation, also as a mean over engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = [None if now.plain_step_s is None else np.array(now.plain_step_s) for now in after.values()]
@@ -171,7 +171,7 @@ def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStat
 
 
 def draft_counts(before: EngineStats, after: EngineStats) -> tuple[int, int]:
-    """Returns how many draft tokens an engine has verified and how many it has accepted between two of its stats."""
+    """Returns how many draft tokens an engine has verified, and how many it has accepted, from `before` to `after`."""
     return after.num_proposed - before.num_proposed, after.num_accepted - before.num_accepted
 
 

@@ -129,7 +129,7 @@ class MeasuredRollout:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which the rollout has been advanced so far."""
+        """Seconds that the rollout has taken so far, without the time between two calls of `advance`."""
         return self._seconds + (0.0 if self._turn_since is None else time.perf_counter() - self._turn_since)
 
     @property

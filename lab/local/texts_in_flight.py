@@ -39,7 +39,7 @@ class TextsInFlight:
         self._kept = KeptUpdates(self._coming, learned, config.policy.model_name)
 
     def begin(self, steps: range) -> None:
-        """Sets the steps of the run, outside of which no text is made.
+        """Sets the steps of the run. No text is made for other steps.
 
         A resumed run begins with what an earlier start has kept.
         """
@@ -70,9 +70,9 @@ class TextsInFlight:
         self._coming.keep(made_E)
 
     def compare(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Learns from the responses of a step how much of the texts for it was right, and then forgets the texts.
+        """Compares the responses of a step with the texts that were made for them, and learns how much of the texts was right.
 
-        Returns the metrics of the step's texts.
+        Returns the metrics of the texts, and forgets the texts.
         """
         step = requests[0].policy_version
         texts = TextsAhead()

@@ -7,8 +7,8 @@ its authors published in bfloat16.
 
     python -m lab.policies.smollm2 --out models    # models/smollm2, and models/smollm2_start from it
 
-`smollm2_start` is the model with a supervised start (`smollm2_start.py`) added to its weights, where there is one
-in `examples/models/smollm2_start`.
+`smollm2_start` is the same model after its supervised start (`smollm2_start.py`). It is made from the change of the weights in
+`examples/models/smollm2_start`, and is left out if that file is missing.
 """
 
 import argparse

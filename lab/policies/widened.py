@@ -31,9 +31,9 @@ RANDOM_STD = 0.02
 """Standard deviation of random weights, as of a model before its training."""
 WEIGHTS = "model.safetensors"
 _SCALED = ("input_layernorm", "post_attention_layernorm", "norm", "hidden_norm")
-"""Last part of the names of those weights that are norms of hidden states."""
+"""Last parts of tensor names. Tensors with such a name are weights of norms of hidden states, and are scaled."""
 _KEPT = ("q_norm", "k_norm", "d2t", "t2d")
-"""Last part of the names of tensors that stay as they are."""
+"""Last parts of tensor names. Tensors with such a name stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Widening:
     def _matrix(self, kind: str, small: Tensor, generator: torch.Generator | None) -> Tensor:
         """Returns the widened form of the matrix `small`. `kind` is the last part of its name, such as "q_proj".
 
-        In a head, a matrix may read several hidden states in a row. Then it has the columns of each of them.
+        In a head, a matrix may read several hidden states in a row. The columns for the first state come first.
         """
         rows, columns = (self._axes[axis] for axis in self._matrices[kind])
         repeats = small.shape[1] // len(columns.used)
@@ -226,9 +226,9 @@ def write_policy(source: Path, target: Shape, out: Path) -> None:
 
 
 def write_description(source: Path, target: Shape, out: Path, marker: str) -> None:
-    """Writes a widened policy without its weights. The file `marker` says from which policy they can be made.
+    """Writes a widened policy without its weights. The file `marker` names the policy from which the weights can be made.
 
-    An engine that makes the weights itself (`lab/gpu/widened_loader.py`) needs no 15 GB on a disk.
+    An engine that makes the weights itself (`lab/gpu/widened_loader.py`) saves 15 GB on a disk.
     """
     described = json.dumps({"source": str(source.resolve()), "target": asdict(target)})
     _write_like(source, target, out, lambda folder: (folder / marker).write_text(described, encoding="utf-8"))

@@ -131,7 +131,7 @@ def bad_words(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Rules out the last token of a bad word in rows whose output ends with the word's other tokens.
 
-    Drafts before a row are part of the output.
+    The output of a row includes the request's drafts that come before the row.
     """
     nothing = stored(NEGATIVE_INFINITY, logits_ptr)
     for r in range(logits_ptr.shape[0]):
@@ -329,7 +329,7 @@ def thinking_budget(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Forces the next token of the end marker in rows whose text has used its reasoning budget.
 
-    Drafts before a row are part of the text.
+    The text of a row includes the request's drafts that come before the row.
     """
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]

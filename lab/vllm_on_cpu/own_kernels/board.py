@@ -22,7 +22,7 @@ PRIOR_STRENGTH = F32(base.PRIOR_STRENGTH)
 
 @njit(cache=True, nogil=True)
 def _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_alone_2):  # type: ignore[no-untyped-def]
-    """Scales old hits and trials down to the evidence window, and then adds those of the engine step.
+    """Scales old hits and trials down to the evidence window, and then adds the hits and trials of the engine step.
 
     Evidence with fewer trials than the window keeps its counts.
     """
@@ -48,7 +48,7 @@ def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
 def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
     """Returns the factor by which the acceptance rates of a request's new drafts are multiplied.
 
-    It is between 1 and the raw factor. The better such factors have predicted hits so far, the closer it is to the raw factor.
+    The factor is between 1 and `_raw_factor`. It is close to `_raw_factor` if raw factors have predicted hits well so far.
     """
     weight = min(max((weight_2[0] + F32(1)) / (weight_2[1] + F32(1)), F32(0)), F32(1))
     return F32(1) + weight * (_raw_factor(factor_2) - F32(1))
@@ -56,7 +56,7 @@ def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[no-untyped-def]
-    """Adds a request's drafts that the engine step has verified, and those that it has accepted, to all counts."""
+    """Adds the number of a request's drafts that this engine step verified, and the number of accepted ones, to all counts."""
     d = t.chosen_S[slot]
     if not t.is_early_S[slot]:
         t.verified_DK2[d, :num_verified, 0] += 1

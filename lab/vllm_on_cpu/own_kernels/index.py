@@ -76,10 +76,9 @@ def _find(words, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
-    """Returns the slot of `key`, which gets one if it has none, and raises the slot's rank.
+    """Returns the slot of `key`, and raises the slot's rank. A key without a slot gets one.
 
-    A key without a slot gets a free one of its bucket. If none is free, the key takes the slot of the lowest rank, and what
-    was counted there is dropped.
+    This is a free slot of the key's bucket. If none is free, it is the slot of the lowest rank, whose counts are dropped.
 
     In the code, each slot i of the bucket has a cost. The key's own slot costs `OWN`, which is the least. A free slot costs
     `FREE`, and any other slot costs its rank. `best` is the minimum of cost * 8 + i, which has both the lowest cost and its
