@@ -255,7 +255,7 @@ class RolloutPool:
         return sum(e == engine for e in self._turns.values())
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Waits until a turn or a restart of an engine has ended, or until an engine has died.
+        """Waits until a turn or a restart has ended, or until an engine has died.
 
         Returns pairs of an engine's index and the result of its turn, or None if the engine has died.
         """
@@ -268,10 +268,7 @@ class RolloutPool:
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns the latest known worth of an engine's early work, without waiting. Dead engines have the worth of no work.
-
-        If the engine has no queued turn, it is also asked for a newer value, which a later call returns.
-        """
+        """Returns the latest known worth of an engine's early work. Asks for a newer one too, unless a turn is queued there."""
         if not self._runs_ahead or not self.is_alive(engine):
             return EarlyWorth()
         known, call = self._worth.get(engine, (EarlyWorth(), None))
@@ -430,10 +427,7 @@ class RolloutPool:
         return ready
 
     def _patience_s(self) -> float:
-        """Kills engines that have been silent for too long.
-
-        Returns the seconds until the next engine has been silent for too long, but at least 1.
-        """
+        """Kills engines that have been silent for too long. Returns after how many seconds to look again, at least 1."""
         busy = {engine: (self._actors[engine], HANG_S) for engine in self._turns.values()}
         busy |= {start.engine: (start.actor, START_S) for start in self._starting.values()}
         left_s = {engine: self._heard_s[engine] + limit_s - time.monotonic() for engine, (_, limit_s) in busy.items()}

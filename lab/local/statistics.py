@@ -127,8 +127,8 @@ def fleet_stats(
     """Returns the statistics of several engines that work at the same time, from the stats of each `before` and `after`.
 
     `shards` has the engine of each request. Counts are sums over engines, `host_s` and `draft_s` are means, and the trace has
-    one part for each engine. `plain_estimate_s` is the largest of the engines' estimates, if each request had stayed in its
-    engine of `shards`.
+    one part for each engine. `plain_estimate_s` is the largest of the engines' estimates. It assumes that each request stays
+    in its engine of `shards`.
     """
     parts = {}
     for engine, now in after.items():
