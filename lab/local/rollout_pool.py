@@ -268,7 +268,7 @@ class RolloutPool:
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns the latest known worth of an engine's early work. Asks for a newer one too, unless a turn is queued there."""
+        """Returns the latest known worth of an engine's early work. Asks for a newer one, unless a turn is queued there."""
         if not self._runs_ahead or not self.is_alive(engine):
             return EarlyWorth()
         known, call = self._worth.get(engine, (EarlyWorth(), None))

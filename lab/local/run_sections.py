@@ -294,7 +294,7 @@ class CheckpointingConfig:
     """The section `checkpointing`, about checkpoints of the run."""
 
     enabled: bool = True
-    """Whether checkpoints are kept, from which the run can be resumed."""
+    """Whether the run keeps checkpoints, so that it can be resumed."""
     save_period: int = bounded(1, low=1)
     """Number of steps between checkpoints. The newest two are kept, in `checkpoints/` of the run directory."""
 

@@ -93,7 +93,10 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
 def check_tokens(
     rollout: StepRollout, generate: Callable[[list[RolloutRequest]], list[Rollout]], config: RunConfig
 ) -> StepRollout:
-    """Decodes some requests again without speculation, and returns the rollout with the number of tokens that are equal."""
+    """Decodes some requests again without speculation, and compares the tokens.
+
+    Returns the rollout with `tokens_checked`, `tokens_equal` and `verify_s` filled in.
+    """
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     requests = rollout.prompts.requests

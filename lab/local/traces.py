@@ -14,8 +14,8 @@ the clock."""
 def whole_trace(trace: Record) -> Record:
     """Merges the traces of several engines into one. The trace of a single engine is returned unchanged.
 
-    The merged trace has a row for each moment at which any engine samples. The row has sums over the steps that all engines
-    make at that moment.
+    The merged trace has a row for each moment at which a step of any engine begins or ends. The row has sums over the engine
+    steps that are under way at that moment.
     """
     workers = [w for w in trace.get("workers", ()) if can_drain(w)]
     if not workers:
