@@ -14,7 +14,7 @@ DRAFTERS_PLACE = "on this machine, one thread each, started and watched by the r
 
 
 def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
-    """Returns pairs of a name and a sentence, which describe what a local run will do."""
+    """Describes what a local run will do. Returns a list of lines, each as its name and its sentence."""
     config = prepared.config
     model = prepared.model_config
     grpo = config.grpo
@@ -69,7 +69,7 @@ def _describe_task(data: DataConfig) -> str:
 
 
 def _describe_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
-    """Returns pairs of a name and a sentence about the engines and their stragglers, or none if there is only one engine."""
+    """Returns lines about the engines and their stragglers, each as its name and its sentence. None with only one engine."""
     if num_workers == 1:
         return []
     kinds = block.drafters_of_engines

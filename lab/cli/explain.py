@@ -64,7 +64,10 @@ def explain(parsed: argparse.Namespace) -> int:
 
 
 def _subject_of(tree: dict[str, Any]) -> Subject:
-    """Returns what is known of a config. Raises ConfigError for a local config that not even `bench` can run."""
+    """Returns a config with its block, the lines that describe it, and findings about it.
+
+    If `run` cannot train a local config, an error is among the findings. Raises ConfigError if not even `bench` can run it.
+    """
     if runtime_of(tree) == "nemo_rl":
         return describe_config(tree)
     prepared = prepare_local(tree)
@@ -184,7 +187,10 @@ def _drafters_line(block: SpecrolloutConfig) -> str:
 
 
 def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console) -> None:
-    """Prints the predicted place of remote drafters, and a request's predicted draft tokens by number of running requests."""
+    """Prints on which devices remote drafters are predicted to pay, and how many draft tokens a request is predicted to get.
+
+    The draft tokens are a table by number of running requests.
+    """
     rows = drafted(scenario, block)
     placed = Fleet(scenario).placement
     if placed is not None:

@@ -81,10 +81,10 @@ def profile(parsed: argparse.Namespace) -> int:
 
 
 def _threads(written: str) -> list[int]:
-    """Returns the numbers of threads that the user has given in `written`.
+    """Returns the thread counts to measure, which the user has given in `written`.
 
-    The default is one thread, and also two if there are two cores. Raises ConfigError for a number that the machine does not
-    have.
+    If `written` is empty, they are [1, 2], or [1] on a machine with one core. Raises ConfigError for a count above the number
+    of cores.
     """
     cores = os.cpu_count() or 1
     if not written:

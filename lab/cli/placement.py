@@ -38,7 +38,7 @@ class PlanRequest:
     max_k: int = bounded(low=1)
     """Largest number of draft tokens of a request in an engine step."""
     max_groups: int | None = None
-    """Largest number of engines of the policy, or None for any number. The local runner has one."""
+    """Largest number of engines of the policy, or None for any number. For a local run it is 1."""
     policy: str = ""
     """The config's value of `policy.model_name`."""
 
@@ -55,8 +55,7 @@ class Plan:
     def of(cls, tree: dict[str, Any], profile: Path, flags: Mapping[str, Any]) -> "Plan":
         """Returns the plan of a config, by the times in the file `profile`. Raises ConfigError for a file that is not valid.
 
-        `flags` has values for fields of the `PlanRequest`, which replace those that the config gives. A flag with None
-        replaces nothing.
+        `flags` has values for fields of the `PlanRequest`. They replace what the config says, except where a value is None.
         """
         request = _request(tree, flags)
         tables = CostTables.read(profile, "--profile")
@@ -71,7 +70,7 @@ class Plan:
 
 
 def _request(tree: dict[str, Any], flags: Mapping[str, Any]) -> PlanRequest:
-    """Returns what the planner has to place for a config.
+    """Returns the planner's input for a config. Values of `flags` that are not None replace what the config says.
 
     In NeMo-RL all samples of a training step are assumed to run at the same time, even in an asynchronous run.
     """

@@ -44,7 +44,7 @@ _KEYS_OF_ARGUMENTS = {
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
     "seed": "grpo.seed",
 }
-"""Arguments of vLLM that have a key of their own in the config, with this key."""
+"""The config's own key for an argument of vLLM, by the argument's name. Only arguments with such a key are listed."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ def check_trainer(prepared: Prepared) -> None:
 
 
 def place_drafter(prepared: Prepared) -> Prepared:
-    """Returns the config with the place that `placement: auto` gives the drafter, or unchanged if it does not have this key.
+    """Decides for a config with `placement: auto` where the drafter runs, and returns the config with this decision.
 
-    Raises ConfigError if its profile cannot be used.
+    Other configs are returned unchanged. Raises ConfigError if the profile of measured times cannot be used.
     """
     config = prepared.config
     generation = config.policy.generation

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `specrollout-lab rollouts`, in which a policy answers prompts, for `refresh-draft --rollouts`.
+"""The command `specrollout-lab rollouts`, which writes a policy's responses to prompts, for `refresh-draft --rollouts`.
 
-If the command is killed, it can be repeated and continues where it was.
+If the command is killed, it can be repeated and continues where it stopped.
 """
 
 import argparse

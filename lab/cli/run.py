@@ -98,9 +98,10 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
 
 
 def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -> dict[str, Any] | None:
-    """Writes summary, report and picture, and returns the summary. If they cannot be written, warns and returns None.
+    """Writes summary, report and picture, and returns the summary.
 
-    It raises nothing, so that an error that has ended the run is reported.
+    If they cannot be written, warns and returns None. It does not raise then, because an error of its own would hide the one
+    that has ended the run.
     """
     from lab.local.run_report import write_results
 

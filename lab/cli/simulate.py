@@ -33,7 +33,7 @@ LIST = "list"
 PAPERS = "papers"
 """The value of SCENARIO with which the command compares the simulator with the figures of two papers."""
 _NUM_POINTS = 200
-"""Number of points of the curve that the command writes, which shows the share of busy engines over time."""
+"""The command writes a curve of the share of busy engines over time. This is the number of its points."""
 
 
 def simulate(parsed: argparse.Namespace) -> int:
@@ -83,9 +83,9 @@ def _refuse_more(parsed: argparse.Namespace, subject: str, *flags: str) -> None:
 
 
 def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
-    """Returns the scenario of a run's config. Raises ConfigError if the flag that it needs is missing.
+    """Returns the scenario of a run's config.
 
-    A config of NeMo-RL needs `--device`, and a local one `--profile`.
+    Raises ConfigError if the flag `--device` is missing for a config of NeMo-RL, or `--profile` for a config of a local run.
     """
     if runtime_of(tree) == "nemo_rl":
         if parsed.device is None:

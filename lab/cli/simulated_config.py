@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a scenario for the simulator from a run's config.
 
-The scenario's `source` names what is assumed, which are response lengths and acceptance rates. A block `simulation` of the
-config, for example `simulation.lengths.median=900`, overrides derived values. Error messages name the keys of that block.
+Response lengths and acceptance rates are assumed, and the scenario's `source` says so. A block `simulation` of the config,
+for example `simulation.lengths.median=900`, overrides derived values. Error messages name the keys of that block.
 """
 
 from collections.abc import Mapping

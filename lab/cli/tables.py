@@ -10,9 +10,9 @@ from rich.table import Table
 def new_table(
     names: Sequence[str], *, boxed: bool, left: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()
 ) -> Table:
-    """Returns a table with columns `names`, which are right-justified except for those in `left`.
+    """Returns a table with the columns `names`. They are right-justified, except for those in `left`.
 
-    `boxed` is false in a log, whose tables have no box.
+    `boxed` draws lines around the table and its cells. In a log it should be false.
     """
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     for name in names:

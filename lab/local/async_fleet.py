@@ -47,7 +47,7 @@ class Trajectories:
 
     @property
     def age(self) -> int:
-        """Number of training steps by which the oldest policy that sampled a response is behind the policy trained on it."""
+        """Policy version that trains on the responses, minus the oldest version that may have sampled a part of them."""
         return self.target - self.first_version
 
 
@@ -69,7 +69,7 @@ class CollectorEvents:
     on_ready: Callable[[Trajectories], Any]
     """Called with the trajectories of a target as soon as they are complete. `TrajectoryCollector.take` returns its result."""
     on_begun: Callable[[int], None] = lambda target: None
-    """Called with the newest target whenever further targets have been started."""
+    """Called after one or more targets have been started. The argument is the newest target."""
 
 
 class TrajectoryCollector:

@@ -103,9 +103,10 @@ def engine_memory(
 
 
 def sized_engines(kwargs: Mapping[str, Any], memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `kwargs`, the user's arguments for vLLM, with those sizes of `memory` that the user does not set.
+    """Returns `kwargs`, which are the user's arguments for vLLM, and adds the sizes of `memory` that the user has not set.
 
-    If the user sets `gpu_memory_utilization`, nothing is added, because vLLM would ignore it beside a size of the KV cache.
+    If the user has set `gpu_memory_utilization`, nothing is added, because vLLM ignores that setting beside a size of the KV
+    cache.
     """
     if "gpu_memory_utilization" in kwargs:
         return dict(kwargs)

@@ -27,7 +27,7 @@ _WATCH_PERIOD_S = 0.5
 class DrafterProcess:
     """A drafter process that is restarted at the same address when it ends or hangs. Call `watch` periodically.
 
-    The process is starting, up, down or stopped. It is down from its end until the pause before the restart is over.
+    The process is starting, up, down or stopped. Down means that it has ended and is restarted after a pause.
     """
 
     def __init__(self, spec: DrafterSpec) -> None:
@@ -57,7 +57,7 @@ class DrafterProcess:
         return self.status is not None and self.status.is_up
 
     def watch(self) -> None:
-        """Kills a process that hangs, and restarts one that has ended."""
+        """Kills the process if it hangs. Restarts it if it has ended and the pause before a restart is over."""
         now_s = time.monotonic()
         if self._child is not None:
             silence_s = now_s - self._heard_s
@@ -122,15 +122,15 @@ class DrafterPool:
     def addresses(self) -> list[str]:
         """Waits until all drafters have bound their addresses, and returns the addresses.
 
-        Raises ConfigError if one cannot start.
+        Raises ConfigError if a drafter cannot start.
         """
         self._wait(lambda process: process.status is not None)
         return [p.spec.address for p in self.processes]
 
     def wait_until_up(self) -> None:
-        """Waits until all drafters are up, and from then on restarts each that fails.
+        """Waits until all drafters are up. From then on, a thread restarts each drafter that fails.
 
-        Raises ConfigError if one cannot start.
+        Raises ConfigError if a drafter cannot start.
         """
         self._wait(lambda process: process.is_up)
         self._watcher.start()

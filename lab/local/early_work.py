@@ -23,16 +23,19 @@ request can start at the moment."""
 class EarlyWork:
     """Lets a `RollingEngine` decode early requests between calls of its engine. Owns the thread that does so.
 
-    The thread decodes in slices of `SLICE_S`. Each call of the engine must be made within the context `set_aside`, which waits
-    for the end of the running slice and lets no other slice begin before the call has ended. During a call, the
-    `RollingEngine` decodes early requests in the engine steps of the engine's own requests.
+    The thread decodes in slices of `SLICE_S`. Each call of the engine must be made within the context `set_aside`. The context
+    waits for the end of the running slice, and lets no other slice begin before the call has ended. If the call decodes the
+    engine's own requests, the same engine steps decode early requests too, without the thread.
 
-    After `plan`, no slice begins before a call has used `allow`, because the next call brings the requests of the training
-    step.
+    `plan` stops the thread until the next call uses `allow`. That call brings the requests of the training step, which must
+    not wait for early requests.
     """
 
     def __init__(self, rolling: RollingEngine, has_own: Callable[[], bool]) -> None:
-        """Starts the thread. `has_own` tells whether the engine has own requests, in which case only a turn may step it."""
+        """Starts the thread, which does nothing until `allow`.
+
+        `has_own` returns whether the engine has requests of its own. While it has, the thread does not step the engine.
+        """
         self._rolling = rolling
         self._has_own = has_own
         self._state = threading.Condition()
@@ -65,7 +68,10 @@ class EarlyWork:
             self._has_work = False
 
     def allow(self) -> None:
-        """Lets the thread decode early requests once the context `set_aside` has ended, within which this must be called."""
+        """Lets the thread decode early requests again.
+
+        Must be called within the context `set_aside`. The thread goes on when the context has ended.
+        """
         self._has_work = True
 
     def worth(self) -> EarlyWorth:

@@ -153,7 +153,7 @@ class RolloutEngine(HostedEngine):
         """Loads an EAGLE-3 head that was trained for the engine's current weights.
 
         `expected_length` is the acceptance length that the head had on held-out texts with `num_positions` draft tokens, or
-        None if it is not known. Raises ValueError if `folder` does not have a head of the same shape as the one with which the
+        None if it is not known. Raises ValueError unless `folder` has a head of the same shape as the head with which the
         engine was started.
         """
         if not self._has_our_worker:

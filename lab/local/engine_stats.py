@@ -23,9 +23,9 @@ class EngineStats:
     drafters: list[str] = field(default_factory=list)
     """Types of the drafters."""
     proposed: list[list[int]] = field(default_factory=list)
-    """Numbers of verified draft tokens, [D][K]."""
+    """Counts of verified draft tokens, [D][K]."""
     accepted: list[list[int]] = field(default_factory=list)
-    """Numbers of accepted draft tokens, [D][K]."""
+    """Counts of accepted draft tokens, [D][K]."""
     plain_step_s: list[float] | None = None
     """Seconds of an engine step without drafts, indexed by the number of requests, or None while they are unknown."""
     head_is_dormant: bool | None = None

@@ -42,8 +42,8 @@ class RolloutFleet(RolloutSource):
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
         """Starts the engines. Raises ConfigError for what vLLM refuses.
 
-        The decode-speed table begins with the speeds of `known`, or else of the file that the config names, or else with those
-        that an earlier start has kept.
+        The decode-speed table begins with the speeds of `known`. If that is None, it begins with the file that the config
+        names, and without such a file with what an earlier start has kept.
         """
         generation = config.policy.generation
         model = Path(config.policy.model_name)
@@ -125,7 +125,7 @@ class RolloutFleet(RolloutSource):
         return before, after
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest], timeline: Timeline) -> list[dict[str, Any] | None]:
-        """Returns facts about each sample of a rollout, as the engine that finished the sample first reports them.
+        """Returns facts about each sample of a rollout. They come from the engine that won, which means that it ended first.
 
         Only the counts of draft tokens are sums over all engines that decoded the sample.
         """
@@ -194,7 +194,7 @@ class RolloutFleet(RolloutSource):
 
 
 def _kept_speeds(config: RunConfig) -> KeptSpeeds:
-    """Returns the decode speeds that earlier starts have kept for engines like those of the run.
+    """Returns the decode speeds that earlier starts have kept for engines like this run's.
 
     Only starts with the same number of engines count, because the engines of a local run share the machine's cores.
     """

@@ -111,7 +111,8 @@ def clipped_policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Returns PPO's clipped loss with GRPO's advantages plus the KL penalty, and a dict of metrics.
 
-    Loss and metrics of a micro batch are divided by the counts of the global batch, so that those of all micro batches add up.
+    Loss and metrics of a micro batch are divided by the counts of the global batch. So their sums over all micro batches are
+    the loss and the metrics of the global batch.
 
     Args:
         logprobs_BT: Log-probs under the current weights. Only this tensor carries a gradient.
@@ -149,7 +150,7 @@ def clipped_policy_loss(
 
 
 def _ratios(now_BT: Tensor, prev_BT: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
-    """Returns the ratio of each token's probability now to the one before the step, and the clipped ratio."""
+    """Returns each token's probability now divided by its probability before the step, and this ratio after clipping."""
     ratio_BT = (now_BT - prev_BT).exp()
     return ratio_BT, ratio_BT.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
 

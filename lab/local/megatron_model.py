@@ -35,9 +35,9 @@ are stale."""
 def install(device: torch.device = CPU) -> None:
     """Sets up Megatron-Core's device and process groups for one process. It is cheap, so call it before each use of a model.
 
-    Megatron-Core puts its rotary table on the device that `torch.cuda.current_device()` returns. For a model on the CPU, this
-    function is replaced by one that returns the CPU. vLLM in the same process may share torch's process group, and destroys it
-    when an engine shuts down, so missing groups are made again.
+    Megatron-Core puts its rotary table on the device that `torch.cuda.current_device()` returns. For a model on the CPU,
+    `install` replaces that function of torch by one that returns the CPU. vLLM in the same process may share torch's process
+    group, and destroys it when an engine shuts down, so `install` makes missing groups again.
 
     Raises:
         RuntimeError: The model is to be on the CPU, but CUDA is available, so a part of it would end up on the GPU.

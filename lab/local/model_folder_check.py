@@ -105,7 +105,7 @@ def _chat_template(folder: Path) -> str | None:
 def check_chat_template(folder: Path, data: "DataConfig", path: str) -> None:
     """Raises ConfigError if the prompts of `data` need a chat template and the folder has no template that accepts them.
 
-    `path` is the place of `data` in the config, with which the error begins.
+    The error begins with `path`, which is the key under which the config has `data`.
     """
     if data.dataset_name == "step_addition":
         return

@@ -166,7 +166,7 @@ class MegatronPolicy:
         return totals, logprobs_BT.where(batch.valid_mask_BT, 0.0)
 
     def _collect_gradients(self) -> None:
-        """Adds the gradients of a micro batch to those of the optimizer's float32 copies of the weights."""
+        """Adds the gradients of a micro batch to the gradients of the optimizer's float32 copies of the weights."""
         for name, parameter in self._copied.items():
             if parameter.grad is not None:
                 master = self._masters[name]

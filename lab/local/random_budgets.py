@@ -34,7 +34,10 @@ class RandomPolicy(FixedPolicy):
 
 
 def to_start_with(block: SpecrolloutConfig) -> SpecrolloutConfig:
-    """Returns a block with which an engine can start. A budget `RANDOM` is replaced by a fixed budget of the most drafts."""
+    """Returns `block` in a form with which an engine can start.
+
+    The budget `RANDOM` is replaced by a fixed budget of `num_speculative_tokens` drafts. Any other block is returned as it is.
+    """
     return replace(block, budget=BudgetConfig("fixed", k=block.num_speculative_tokens)) if is_random(block) else block
 
 

@@ -46,7 +46,11 @@ def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, co
 
 
 def audit_facts(config: RunConfig, folder: Path) -> dict[str, Any] | bool:
-    """Returns where an audit finds the weights of the run's policy versions, or False if the run records no rows."""
+    """Returns where an audit finds the weights of the run's policy versions, or False if the run records no rows.
+
+    The dict has the path of the initial `model`, the path of the `checkpoints` (None without any), and `checkpoint_offset`,
+    which is added to a policy version to get the number of its checkpoint.
+    """
     if not config.policy.generation.specrollout.records_rows:
         return False
     checkpoints = str((folder / "checkpoints").absolute()) if config.checkpointing.enabled else None

@@ -73,7 +73,10 @@ def tail_chart(timelines: Sequence[Record]) -> str:
 
 
 def _chart(title: str, data: Record, panels: Mapping[Callable[[Axes, Record], None], float]) -> str:
-    """Returns an SVG whose panels are one below another and share the time axis. `panels` has the height of each in inches."""
+    """Returns an SVG whose panels are one below another and share the time axis.
+
+    `panels` maps the function that draws a panel to the panel's height in inches.
+    """
     heights = list(panels.values())
     with style():
         figure = Figure((9.0, sum(heights)), layout="constrained")
@@ -278,7 +281,7 @@ def num_shown_engines(timeline: Record) -> int:
 
 
 def engine_names(timeline: Record) -> list[str]:
-    """Returns a label for each engine, which has its number, and also its draft method if the engines' methods differ."""
+    """Returns a label for each engine. It has the engine's number, and the draft method if the engines' methods differ."""
     methods = list(timeline.get("methods") or ())
     tell = len(set(methods)) > 1
     return [f"worker {w}" + (f": {methods[w]}" if tell else "") for w in range(int(timeline["num_workers"]))]

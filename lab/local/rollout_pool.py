@@ -168,7 +168,7 @@ class RolloutActor:
         return self._early.end(keeps_cache=keeps_cache)
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Returns a context in which the engine decodes no early requests by itself."""
+        """Returns a context in which the thread that decodes early requests does not use the engine."""
         return nullcontext() if self._early is None else self._early.set_aside()
 
 
@@ -200,7 +200,7 @@ class RolloutPool:
         recompute_kv_cache: bool = True,
         weights_by_handle: bool = True,
     ) -> None:
-        """Starts `num_engines` engines, and Ray unless it runs. Raises ConfigError for what vLLM refuses.
+        """Starts `num_engines` engines, and Ray unless Ray already runs. Raises ConfigError for what vLLM refuses.
 
         With `recompute_kv_cache`, running requests compute their KV cache again after new weights
         (`ReloadingTurnEngine.load_weights`). `weights_by_handle` says how weights on a GPU are sent to the engines (`packed`).
@@ -255,7 +255,10 @@ class RolloutPool:
         return sum(e == engine for e in self._turns.values())
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Waits for the end of a turn, a restart or a death. Returns engines with their results, or with None for a death."""
+        """Waits until a turn or a restart has ended, or until an engine has died.
+
+        Returns pairs of an engine's index and the result of its turn, or None if the engine has died.
+        """
         ready = [] if self._deaths else self._wait()
         answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
         for turn in ready:
@@ -265,7 +268,7 @@ class RolloutPool:
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns the latest known worth of an engine's early work, and asks an engine without turns for a newer value."""
+        """Returns the latest known worth of an engine's early work. Asks for a newer one, unless a turn is queued there."""
         if not self._runs_ahead or not self.is_alive(engine):
             return EarlyWorth()
         known, call = self._worth.get(engine, (EarlyWorth(), None))
@@ -307,7 +310,7 @@ class RolloutPool:
     # For the run
 
     def alive(self) -> list[int]:
-        """Returns the engines that take orders."""
+        """Returns the indices of the engines that take orders."""
         return [engine for engine in range(len(self.methods)) if self.is_alive(engine)]
 
     def plan_ahead(self, plans: Mapping[int, AheadPlan]) -> None:
@@ -317,9 +320,10 @@ class RolloutPool:
             self._answer(engine, ref)
 
     def end_ahead(self, *, keeps_cache: bool) -> list[EarlyMade]:
-        """Stops the requests of coming steps in all live engines, and returns the texts that each engine has made.
+        """Stops the requests of coming steps in all live engines.
 
-        `keeps_cache` must be true if engines have requests of their own, because these use the cached prefixes.
+        Returns one `EarlyMade` for each of these engines, with the texts that it made. With `keeps_cache`, vLLM's cached
+        prefixes stay. It must be true while engines decode requests of their own, which use these prefixes.
         """
         self._worth = {}
         asked = {engine: actor.end_ahead.remote(keeps_cache) for engine, actor in sorted(self._actors.items())}
@@ -384,12 +388,15 @@ class RolloutPool:
         self._heard_s[engine] = time.monotonic()
 
     def _load(self, actor: Any) -> Any:
-        """Sends an engine the newest weights, without waiting."""
+        """Sends an engine the newest weights, without waiting. Returns Ray's reference to the answer."""
         assert self._weights is not None
         return actor.load_weights.remote(self._weights.ref, self._recompute_kv_cache)
 
     def _wait(self) -> list[Any]:
-        """Returns turns that have ended. Waits for one, unless an engine's start ends before or an engine hangs."""
+        """Waits until a turn or an engine's start has ended, or until an engine has been silent for too long.
+
+        Returns the turns that have ended, of which there may be none.
+        """
         waiting = [*self._turns, *self._starting]
         ready = self._ready(waiting)
         patience_s = self._patience_s()
@@ -420,7 +427,7 @@ class RolloutPool:
         return ready
 
     def _patience_s(self) -> float:
-        """Kills engines that have been silent for too long, and returns the seconds until the next engine would be."""
+        """Kills engines that have been silent for too long. Returns after how many seconds to look again, at least 1."""
         busy = {engine: (self._actors[engine], HANG_S) for engine in self._turns.values()}
         busy |= {start.engine: (start.actor, START_S) for start in self._starting.values()}
         left_s = {engine: self._heard_s[engine] + limit_s - time.monotonic() for engine, (_, limit_s) in busy.items()}

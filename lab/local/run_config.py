@@ -28,7 +28,7 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """A task with a name, which is an entry of `bench.workloads`."""
+    """An entry of `bench.workloads`, which is a task with a name."""
 
     name: str
     """The workload's name in tables and files."""
@@ -94,10 +94,7 @@ class RunConfig:
 
     @property
     def workloads(self) -> dict[str, DataConfig]:
-        """Tasks that the bench measures, by name.
-
-        They are those of `bench.workloads`, or the run's own task if there are none.
-        """
+        """Tasks that the bench measures, by name, from `bench.workloads`. If that is empty, it is the run's own task."""
         return {w.name: w.data for w in self.bench.workloads} or {self.data.dataset_name: self.data}
 
     @property

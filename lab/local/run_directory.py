@@ -54,20 +54,20 @@ class RunDirectory:
     """The folder of a run, which is locked while this object is open.
 
     It has `config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
-    `ladder.json`, `checkpoints/step_N` and `learned`. The object is first opened, which writes only the lock, then begun, and
-    then closed. While it is open, no other run can open the folder.
+    `ladder.json`, `checkpoints/step_N` and `learned`. Making the object only writes the lock. `begin` writes the rest, and
+    `close` releases the lock. Until then, no other run can use the folder.
 
     Invariant: from `begin` on, metrics and traces are about the steps before `next_step`, where a resumed run continues.
     `begin` drops the lines of a step whose checkpoint was never finished.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], max_num_steps: int) -> None:
-        """Locks the folder, which must be new or have a run whose config differs at most in the number of steps.
+        """Locks the folder. It must be new, or have a run whose config differs at most in the number of steps.
 
         A run without a finished step starts from the beginning, whatever its config was.
 
-        Raises ConfigError if another run uses the folder, if it has files of something else, or if all of its checkpoints are
-        damaged. Also raises it if its run is complete, or has finished steps but keeps no checkpoints.
+        Raises ConfigError if another process uses the folder, if the folder has files that are not of a run, or if all
+        checkpoints are damaged. Raises it also if the run is complete, or if it has finished steps but keeps no checkpoints.
         """
         self.path = path
         self.facts: Mapping[str, Any] = {}
@@ -130,7 +130,8 @@ class RunDirectory:
         Call it when engines and policy have started.
 
         Returns:
-            Warnings for the user, about damaged checkpoints, which this call renames, and about a file system without locks.
+            Warnings for the user. There is one for each damaged checkpoint, which has been renamed, and one for a file system
+            without locks.
         """
         for leftover in self._checkpoints.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -161,7 +162,7 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint from which the run continues, which is the newest undamaged one, or None in a new run."""
+        """The newest undamaged checkpoint, from which the run continues, or None in a new run."""
         return None if self._last is None else self._checkpoint(self._last)
 
     def with_learned(self, learned: LearnedConfig) -> LearnedConfig:
@@ -214,9 +215,10 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def _newest_whole(self) -> int | None:
-        """Returns the newest step with an undamaged checkpoint, or None without checkpoints, and notes damaged ones after it.
+        """Returns the newest step with an undamaged checkpoint, or None without checkpoints.
 
-        Reads all files of the checkpoints. Raises ConfigError if all of them are damaged.
+        Adds the damaged checkpoints of later steps to `_damaged`. Raises ConfigError if all checkpoints are damaged. Reads all
+        files of the checkpoints that it looks at, from the newest on.
         """
         for step in reversed(self._saved_steps()):
             try:
@@ -262,15 +264,17 @@ def _provenance() -> dict[str, Any]:
 
 
 class DirectoryLock:
-    """A lock on a folder, which is held by its file `run.lock` until it is released.
+    """A lock on a folder, by the file `run.lock` in it. The lock is held until `release`.
 
-    The file names the process that has the lock.
-
-    `works` is false if the file system has no locks, so that two runs could use the folder at once.
+    The file names the process that has the lock. `works` is false if the file system has no locks, so that two runs could use
+    the folder at once.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock, and makes the folder if it is missing. Raises OSError, or ConfigError if another run has it."""
+        """Takes the lock, and makes the folder if it is missing.
+
+        Raises OSError, or ConfigError if another process has the lock.
+        """
         self._made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / LOCK

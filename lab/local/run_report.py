@@ -66,9 +66,10 @@ def write_pages(run_dir: Path) -> tuple[Path, Path]:
 
 
 def extras_of(run: Run) -> report.Extras:
-    """Returns the charts for the report and the panels for the picture that only local runs have.
+    """Returns what only local runs add to the report and to the picture.
 
-    A panel is a function that draws, together with its data.
+    First come the charts for the report, as HTML. Then come the panels for the picture, each a function that draws together
+    with its data.
     """
     trace_file, timeline_file = run.folder / "trace.jsonl", run.folder / "timeline.jsonl"
     with naming_damage(trace_file):

@@ -24,8 +24,8 @@ class AsyncGrpoConfig:
     enabled: bool = False
     """Whether generation and training overlap. With false they take turns."""
     max_trajectory_age_steps: int = bounded(1, low=1, high=64)
-    """Most training steps by which the policy that begins a sample may be older than the policy that is trained on the
-    sample."""
+    """Largest age of a sample when it is trained on, in training steps. The age is counted from the policy version that began
+    the sample."""
     in_flight_weight_updates: bool = False
     """Whether engines load new weights at once, while requests run. With false, the weights wait until all requests have
     ended."""
@@ -236,7 +236,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A task of `reasoning-gym`, which is an entry of `data.tasks`."""
+    """An entry of `data.tasks`, which is a task of `reasoning-gym`."""
 
     name: str
     """Name of the task in reasoning-gym, such as chain_sum."""
@@ -294,7 +294,7 @@ class CheckpointingConfig:
     """The section `checkpointing`, about checkpoints of the run."""
 
     enabled: bool = True
-    """Whether checkpoints are kept, from which the run can be resumed."""
+    """Whether the run keeps checkpoints, so that it can be resumed."""
     save_period: int = bounded(1, low=1)
     """Number of steps between checkpoints. The newest two are kept, in `checkpoints/` of the run directory."""
 

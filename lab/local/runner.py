@@ -50,7 +50,7 @@ class Scored:
     def gap_BT(self) -> torch.Tensor:
         """Absolute difference of each token's log-prob between engine and trainer, in nats, [B, T].
 
-        It is known after training.
+        Needs `prev_logprobs_BT`, which is always set after training.
         """
         assert self.inputs.prev_logprobs_BT is not None
         return (self.inputs.generation_logprobs_BT - self.inputs.prev_logprobs_BT).abs()
@@ -160,7 +160,8 @@ class GrpoRunner:
         """Takes optimizer steps on the samples, with `train_global_batch_size` samples each.
 
         Returns:
-            The mean of each metric over the optimizer steps, and the samples with log-probs under the weights before them.
+            The mean of each metric over the optimizer steps, and the samples. The samples have the log-probs under the
+            weights before the first optimizer step.
         """
         policy = self.config.policy
         results: list[dict[str, float]] = []

@@ -16,7 +16,7 @@ def packed(tensors: Iterable[tuple[str, torch.Tensor]], by_handle: bool) -> Pack
     """Returns weights in a form that can be sent to another process, which opens them with `opened`.
 
     With `by_handle`, tensors on a GPU are not copied, because the other process reads them in place. So they must not be freed
-    until it has done so.
+    before the other process has read them.
     """
     return [(name, reduce_tensor(t) if by_handle and t.is_cuda else t.cpu()) for name, t in tensors]
 
@@ -34,7 +34,7 @@ def opened(weights: Packed) -> Iterator[tuple[str, torch.Tensor]]:
 def wait_for_gpu() -> None:
     """Waits until the GPU has finished all work of this process.
 
-    After that it has read the tensors that `opened` has yielded, so the process that owns them may free them. Without a GPU,
+    Then this process has read all tensors that `opened` yielded, and the process that sent them may free them. Without a GPU,
     returns at once.
     """
     if torch.cuda.is_available():

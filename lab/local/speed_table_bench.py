@@ -31,7 +31,8 @@ _TURN_S = 0.1
 """Seconds of an engine's turn, after which new requests take the places of those that have ended. With few requests, a turn
 ends when the first request ends."""
 _PROMPTS_APART = 1_000_000
-"""Distance between the first prompts of two batch sizes in the task's list. No batch size uses so many prompts."""
+"""Each batch size takes its prompts from a place of its own in the task's list. This is the distance between two such places,
+and larger than the number of prompts that a batch size uses."""
 
 Method = tuple[str, ...]
 
@@ -54,7 +55,10 @@ def methods_to_measure(block: SpecrolloutConfig) -> list[Method]:
 
 
 def batches_up_to(most: int) -> list[int]:
-    """Returns the batch sizes to measure. They are powers of two, and the largest size in `SIZES` that is at most `most`."""
+    """Returns the batch sizes to measure, in ascending order.
+
+    The last one is the largest size in `SIZES` that is at most `most`. Before it come all smaller powers of two.
+    """
     largest = max(size for size in SIZES.tolist() if size <= max(most, 1))
     return sorted({2**i for i in range(int(math.log2(largest)) + 1)} | {largest})
 
@@ -74,7 +78,7 @@ class Stream:
     """Running requests, with their tokens so far as the prefix."""
 
     def fill(self) -> list[tuple[int, RolloutRequest]]:
-        """Fills the batch, and returns the new requests, each with its number."""
+        """Starts new requests until `batch` are running. Returns the new ones, each with its key."""
         new = list(itertools.islice(self.requests, self.batch - len(self.under_way)))
         self.under_way.update(new)
         return new
@@ -143,7 +147,10 @@ class SpeedTableBench:
         return SpeedRow(task, name, tuple(self.batches), speeds, weights_s, accepted / verified if verified else 0.0)
 
     def _slices(self, first: int, count: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """Measures all methods and batch sizes once in each of `count` rounds. Each round begins with another method."""
+        """Measures all methods and batch sizes once in each of `count` rounds, which are numbered from `first` on.
+
+        Each round begins with another method.
+        """
         for number, batch in itertools.product(range(first, first + count), self.batches):
             for i in self._engines:
                 engine = (i + number) % len(self._engines)
@@ -177,7 +184,7 @@ class SpeedTableBench:
 
 
 def _requests(config: RunConfig, number: int, task: Task) -> Iterator[tuple[int, RolloutRequest]]:
-    """Yields an endless list of requests for one batch size, each with a number of its own."""
+    """Yields requests for one batch size without end, each with a key of its own. `number` is the index of the batch size."""
     num_samples = config.grpo.num_generations_per_prompt
     for index in itertools.count(number * _PROMPTS_APART):
         ids: Any = task.encode(task.problems(config.grpo.seed, 1, index)[0])

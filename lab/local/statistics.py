@@ -31,11 +31,11 @@ class RolloutStats:
     num_draft_tokens: int
     num_steps_with_drafts: int
     proposed: dict[str, list[int]]
-    """Numbers of verified draft tokens, by drafter and draft position."""
+    """Counts of verified draft tokens. The key is the drafter, and the list has a count for each draft position."""
     accepted: dict[str, list[int]]
-    """Numbers of accepted draft tokens, by drafter and draft position."""
+    """Counts of accepted draft tokens, with the same keys and lists as `proposed`."""
     trace: dict[str, Any]
-    """Line of `trace.jsonl`, which has every engine step."""
+    """A line for `trace.jsonl`, with every engine step of the rollout."""
     head_is_dormant: bool | None = None
     """Whether the drafter with weights is dormant, or None without such a drafter."""
     drafter_stats: dict[str, Any] | None = None
@@ -126,9 +126,9 @@ def fleet_stats(
 ) -> RolloutStats:
     """Returns the statistics of several engines that work at the same time, from the stats of each `before` and `after`.
 
-    Counts are sums over engines, `host_s` and `draft_s` are means, and the trace has one part for each engine. The estimate
-    without speculation assumes that each request stays in the engine that `shards` names, and is that of the engine that ends
-    last.
+    `shards` has the engine of each request. Counts are sums over engines, `host_s` and `draft_s` are means, and the trace has
+    one part for each engine. `plain_estimate_s` is the largest of the engines' estimates. It assumes that each request stays
+    in its engine of `shards`.
     """
     parts = {}
     for engine, now in after.items():
@@ -157,8 +157,8 @@ def fleet_stats(
 def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], max_num_seqs: int) -> RolloutStats:
     """Returns the statistics of engines whose rollouts overlap, from all of their engine steps between `before` and `after`.
 
-    `seconds` is the time that an engine spent in steps, as a mean over engines. The estimate without speculation is the time
-    of as many tokens with one token per request and step, also as a mean over engines.
+    `seconds` is the time that an engine spent in steps, as a mean over engines. `plain_estimate_s` is the time that an engine
+    would have needed for as many tokens without speculation, also as a mean over engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = [None if now.plain_step_s is None else np.array(now.plain_step_s) for now in after.values()]
@@ -171,14 +171,15 @@ def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStat
 
 
 def draft_counts(before: EngineStats, after: EngineStats) -> tuple[int, int]:
-    """Returns how many draft tokens an engine has verified and how many it has accepted between two of its stats."""
+    """Returns how many draft tokens an engine has verified, and how many it has accepted, from `before` to `after`."""
     return after.num_proposed - before.num_proposed, after.num_accepted - before.num_accepted
 
 
 def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
-    """Returns how many tokens are equal at the same positions of two lists of responses, and how many were compared.
+    """Compares two lists of responses to the same requests, position by position.
 
-    Of two responses to a request, the length of the longer one counts as compared.
+    Returns how many tokens are equal, and how many positions were compared. If the two responses to a request differ in
+    length, the positions that only the longer one has are compared too, and are not equal.
     """
     pairs = [(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))

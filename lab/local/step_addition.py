@@ -30,9 +30,9 @@ MEDIAN_TERMS = 5.0
 TERMS_SPREAD = 0.6
 """Standard deviation of the logarithm of the number of terms."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""Difference between the quantiles of difficulty of two successive problems, modulo 1."""
+"""Amount by which the quantile of a problem's difficulty grows from one problem to the next, modulo 1."""
 VOCAB_MULTIPLE = 32
-"""Divisor of the vocabulary's size, which is made a multiple of it by unused tokens."""
+"""The vocabulary's size is a multiple of this. Unused tokens fill it up."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 
 # `{a}` is the sum so far, `{t}` the term, `{s}` the new sum, `{rest}` the terms that are left.
@@ -97,7 +97,7 @@ class Writer:
     def write(self, symbol: str, **values: object) -> str:
         """Returns a sentence that expands `symbol`, with `values` filled in.
 
-        If `rest` is empty, expansions that name it are not used.
+        If the value `rest` is empty or not given, expansions with a `{rest}` are not used.
         """
         return self._expand(symbol, bool(values.get("rest"))).format(**values)
 

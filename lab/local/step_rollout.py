@@ -49,7 +49,7 @@ class StepRollout:
     verify_s: float = 0.0
     """Seconds that the check of tokens took."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Further metrics of the step."""
+    """Metrics of the step by name, besides those of `stats`."""
     num_older_B: list[int] | None = None
     """Number of tokens of each response that policies older than the step's have sampled, or None in a synchronous step."""
     timeline: dict[str, Any] | None = None
@@ -93,7 +93,10 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
 def check_tokens(
     rollout: StepRollout, generate: Callable[[list[RolloutRequest]], list[Rollout]], config: RunConfig
 ) -> StepRollout:
-    """Decodes some requests again without speculation, and returns the rollout with the number of tokens that are equal."""
+    """Decodes some requests again without speculation, and compares the tokens.
+
+    Returns the rollout with `tokens_checked`, `tokens_equal` and `verify_s` filled in.
+    """
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     requests = rollout.prompts.requests
@@ -129,7 +132,7 @@ class MeasuredRollout:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which the rollout has been advanced so far."""
+        """Seconds that the rollout has taken so far, without the time between two calls of `advance`."""
         return self._seconds + (0.0 if self._turn_since is None else time.perf_counter() - self._turn_since)
 
     @property
@@ -167,9 +170,10 @@ class RolloutSource(Protocol):
         """Returns the settings that are in force in the engines, such as vLLM's version, model runner and CUDA graph mode."""
 
     def begin(self, steps: range) -> None:
-        """Tells the source which steps the run will do, once the engines have the policy's weights.
+        """Tells the source which steps the run will do. Called when the engines have the policy's weights.
 
-        A source may begin to generate for them at once. By default it generates only in `roll_out`.
+        A source may begin to generate for these steps at once. This default does nothing, so everything is generated in
+        `roll_out`.
         """
         return None
 
@@ -208,7 +212,7 @@ class RolloutSource(Protocol):
         """Returns a sentence for each process that died since the last call."""
 
     def ladder_file(self) -> SpeedTableFile | None:
-        """Returns the decode speeds that were learned as the content of a file, or None if there are none."""
+        """Returns the decode speeds that the engines have learned, in the form of a file, or None if there are none."""
         return None
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 ENDLESS = 2**31
 """Size with which most datasets of `reasoning-gym` are made. They make a problem only when it is requested."""
 PART = 500
-"""Number of problems in each dataset of a task in `TASKS_IN_PARTS`. The problems of such a task come from many datasets, one
-after another."""
+"""The problems of a task in `TASKS_IN_PARTS` come from many datasets, one after another. This is the number of problems in
+each dataset."""
 TASKS_IN_PARTS = ("acre", "gsm_symbolic", "list_functions", "pool_matrix", "word_ladder")
 """Tasks that cannot have a dataset of size `ENDLESS`. Three of them compute every problem when a dataset is made.
 `word_ladder` refuses more than 20,000 problems, and `pool_matrix` needs seeds below 2**32."""
@@ -160,9 +160,9 @@ class ReasoningGymTask:
         return encode_chat(self._tokenizer, problem.prompt, self._system_prompt)
 
     def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
-        """Returns the score of the answer, from 0 to 1, which is the text in the last `<answer>...</answer>`.
+        """Returns the score of the response's answer, from 0 to 1. A response without an answer scores 0.
 
-        It is 0 without one.
+        The answer is the text in the last `<answer>...</answer>`.
         """
         from reasoning_gym.utils import extract_answer
 

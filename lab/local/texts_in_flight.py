@@ -39,7 +39,7 @@ class TextsInFlight:
         self._kept = KeptUpdates(self._coming, learned, config.policy.model_name)
 
     def begin(self, steps: range) -> None:
-        """Sets the steps of the run, outside of which no text is made.
+        """Sets the steps of the run. No text is made for other steps.
 
         A resumed run begins with what an earlier start has kept.
         """
@@ -47,11 +47,11 @@ class TextsInFlight:
         self._kept.begin(resumes=steps.start > 0)
 
     def plans(self, step: int, num_engines: int) -> list[AheadPlan]:
-        """Returns for each engine which requests it may start while `step` is rolled out. Those of the next step come first.
+        """Returns a plan for each engine, with the requests that the engine may start while `step` is rolled out.
 
-        Requests whose texts could not be used as drafts are left out. The requests of each step are divided among all engines,
-        because they come before those of later steps. Samples of a prompt go to the same engine, because they share the KV
-        cache of the prompt.
+        The requests of the next step come first. So the requests of each step are divided among all engines, and all engines
+        work on the next step before any later one. Samples of a prompt go to the same engine, because they share the KV cache
+        of the prompt. Requests whose texts could not be used as drafts are left out.
         """
         coming = range(step + 1, step + 1 + self._coming.steps)
         rows = [self._rows(later) for later in takewhile(self._steps.__contains__, coming)]
@@ -66,13 +66,13 @@ class TextsInFlight:
         return replace(prompts, requests=requests)
 
     def keep(self, made_E: Sequence[EarlyMade]) -> None:
-        """Stores the texts that each engine has made in a plan. Call it when the plan has ended."""
+        """Stores the texts that each engine has made under its last plan. Call it when the engines have ended that plan."""
         self._coming.keep(made_E)
 
     def compare(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Learns from the responses of a step how much of the texts for it was right, and then forgets the texts.
+        """Compares the responses of a step with the texts that were made for them, and learns how much of the texts was right.
 
-        Returns the metrics of the step's texts.
+        Returns the metrics of the texts, and forgets the texts.
         """
         step = requests[0].policy_version
         texts = TextsAhead()

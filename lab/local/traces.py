@@ -7,14 +7,15 @@ from nemo_specrollout.reports.records import Record
 
 _DRAFTS = ("drafted_", "accepted_")
 SHORTEST_IDLE_S = 0.002
-"""Seconds between two engine steps from which on an engine counts as idle. Shorter gaps come from reading the clock."""
+"""An engine counts as idle between two engine steps if the gap is longer than this, in seconds. Shorter gaps come from reading
+the clock."""
 
 
 def whole_trace(trace: Record) -> Record:
     """Merges the traces of several engines into one. The trace of a single engine is returned unchanged.
 
-    The merged trace has a row for each moment at which any engine samples. The row has sums over the steps that all engines
-    make at that moment.
+    The merged trace has a row for each moment at which a step of any engine begins or ends. The row has sums over the engine
+    steps that are under way at that moment.
     """
     workers = [w for w in trace.get("workers", ()) if can_drain(w)]
     if not workers:
@@ -65,7 +66,7 @@ def seconds_since_start(trace: Record) -> np.ndarray:
 
 
 def drafts_by_name(trace: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the numbers of draft tokens and of accepted tokens in each engine step, by drafter.
+    """Returns two arrays for each drafter, by its name. They count its draft tokens and accepted tokens in each row.
 
     Drafters without drafts are left out.
     """

@@ -20,13 +20,15 @@ class ReloadingTurnEngine(TurnEngine):
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool
     ) -> None:
-        """Replaces the weights between two turns, after which the engine's attempts at requests continue.
+        """Replaces the weights between two turns. Then the engine's attempts at requests continue, in one of three ways.
 
-        With `recompute_kv_cache`, the new policy reads the text of each attempt again, so its later tokens are exact samples
-        of the new policy. Without it, attempts continue with the old policy's KV cache, as in NeMo-RL by default.
+        Without `recompute_kv_cache`, they continue with the old policy's KV cache, as in NeMo-RL by default.
 
-        With `run_ahead` as well, attempts start over. Their longest known text and its branches become drafts, so all of their
-        tokens are samples of the new policy.
+        With `recompute_kv_cache`, the new policy first reads the text of each attempt again. So the tokens that follow are
+        exact samples of the new policy.
+
+        With `recompute_kv_cache` in an engine with `run_ahead`, attempts start over. What is known of an attempt's text is
+        used as drafts only. So all of the attempt's tokens are samples of the new policy.
         """
         attempts = list(self._attempts.values()) if recompute_kv_cache else []
         for attempt in attempts:

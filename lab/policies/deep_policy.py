@@ -30,9 +30,10 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
-    """Returns a config whose policy has `bench.deepen` times as many layers, and whose head fits it.
+    """Makes the policy of a config `bench.deepen` times as deep, and fits the head to it if the config has one.
 
-    Writes both below `folder`. Raises ConfigError for a policy or a drafter that cannot be deepened.
+    Writes both below `folder`, and returns a config that uses them. Raises ConfigError for a policy or a drafter that cannot
+    be deepened.
     """
     block = config.policy.generation.specrollout
     factor = config.bench.deepen
@@ -57,7 +58,10 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def deep_index(layer: int, factor: int) -> int:
-    """Returns the index of a policy's layer in the deeper policy, where it follows `factor - 1` layers without effect."""
+    """Returns the index that layer `layer` of a policy has in the deeper policy.
+
+    There, each layer of the policy comes after `factor - 1` layers without effect.
+    """
     return layer * factor + factor - 1
 
 
@@ -93,9 +97,10 @@ def deepen_policy(source: Path, target: Path, factor: int, seed: int = 0) -> Non
 
 
 def deepen_head(source: Path, target: Path, factor: int, policy: Path) -> None:
-    """Writes to `target` the EAGLE-3 head of the folder `source`, so that it reads the same states from the deepened `policy`.
+    """Copies the EAGLE-3 head of the folder `source` to `target`, and changes its config for the deepened `policy`.
 
-    Raises ConfigError for a head whose config does not name the layers that it reads.
+    The copy reads the same hidden states there as the head does from the original policy. Raises ConfigError for a head whose
+    config does not name the layers that it reads.
     """
     if target.exists():
         shutil.rmtree(target)

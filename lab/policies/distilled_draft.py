@@ -3,10 +3,11 @@
 
     python -m lab.policies.distilled_draft --base models/smollm2_start --layers 4 --out models/smollm2_draft
 
-The draft model begins as some layers of the policy, with its embedding and head, which stay as they are. It learns on texts
-that the policy sampled at temperature 1. The loss has two halves. One is the distance of the draft model's last state from the
-policy's at each position, and the other is the divergence between the two models' distributions over the vocabulary. The
-divergence is computed at a share of the positions only, because a small draft model spends most of its time on the head.
+The draft model begins as some layers of the policy. It also has the policy's embedding and LM head, which are not trained. It
+learns on texts that the policy sampled at temperature 1. The loss has two halves. The first is the distance of the draft
+model's last state from the policy's at each position. The second is the divergence between the two models' distributions over
+the vocabulary. The divergence is computed at a share of the positions only, because a small draft model spends most of its
+time on the LM head.
 
 Everything is in bfloat16 except the trained weights. This is 2.5 times as fast as float32 on a CPU with AVX512-BF16. The
 folder is written after every few hundred steps, so a training that is stopped leaves a usable draft model.
@@ -51,7 +52,7 @@ TEXT_TOKENS, SAMPLED_AT_ONCE = 256, 64
 HELD_OUT = 32
 """Number of texts at the end of the list that are never trained on."""
 NUM_POSITIONS = 8
-"""Draft positions whose acceptance is measured."""
+"""Number of draft positions whose acceptance is measured."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ def own_texts(base: Path, settings: DraftSettings) -> list[Example]:
 
 
 def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example]:
-    """Returns the texts that an earlier training with the same policy, seed and number has stored, or stores new ones."""
+    """Returns the texts to train on.
+
+    They are read from `out` if it has texts of the same policy, seed and number. Otherwise they are made and stored there.
+    """
     key = {"base": str(base), "seed": settings.seed, "texts": settings.texts, "tokens": TEXT_TOKENS}
     path = out / TEXTS
     if path.is_file():
@@ -118,7 +122,7 @@ def stored_texts(base: Path, out: Path, settings: DraftSettings) -> list[Example
 
 
 def batches(texts: Sequence[Example], settings: DraftSettings) -> Iterator[list[int]]:
-    """Yields an endless sequence of batches, each as the numbers of its texts. Each epoch has every text once."""
+    """Yields batches without end, each as the indices of its texts in `texts`. Each epoch has every text once."""
     rng = random.Random(f"draft-{settings.seed}")
     while True:
         # Random tokens are added to the lengths, so that every epoch has other batches.
@@ -159,9 +163,10 @@ def start_of(policy: Any, num_layers: int) -> Any:
 
 
 def kept_layers(num_policy: int, num_draft: int) -> list[int]:
-    """Returns the numbers of the policy's layers that the draft model begins with, in even steps from first to last.
+    """Returns the indices of the policy's layers of which the untrained draft model consists.
 
-    With SmolLM2-135M, the loss falls faster from these layers than from the lowest ones or from those at both ends.
+    They are spread evenly from the first layer to the last. With SmolLM2-135M, the loss falls faster from these layers than
+    from the lowest ones or from those at both ends.
     """
     if not 1 <= num_draft <= num_policy:
         raise ValueError(f"layers is {num_draft}, but the policy has {num_policy}; choose 1 to {num_policy}")
@@ -169,9 +174,9 @@ def kept_layers(num_policy: int, num_draft: int) -> list[int]:
 
 
 def states_of(model: Any, texts: Sequence[Example]) -> Tensor:
-    """Returns the last layer's states after the norm, [N, H], from which a model predicts the texts' response tokens.
+    """Returns a model's states after the last norm, [N, H], one for each response token of the texts in their order.
 
-    The states of one text come after those of another.
+    The state of a token is the one from which the model predicts this token.
     """
     ids_BT, _ = pad_batch(texts, 0)
     hidden_BTH = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -188,7 +193,7 @@ class PolicyStates:
         self._states: dict[int, Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """Returns the policy's last states [N, H] on the texts with these numbers, one text after another."""
+        """Returns the policy's last states on the texts with the indices `numbers`, [N, H], as `states_of` does."""
         new = [i for i in numbers if i not in self._states]
         if new:
             texts = [self._texts[i] for i in new]
@@ -302,9 +307,9 @@ def save(draft: Any, base: Path, card: dict[str, Any], out: Path) -> None:
 def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> list[float]:
     """Returns the acceptance rate at each of K draft positions, given that all drafts before it are right.
 
-    A draft is right if the policy samples it too under the same noise. The noise of a text is drawn so that the policy samples
-    exactly this text. So a draft after right ones has the text as its context. Therefore one forward pass over the text tells
-    for all of its positions whether the draft model would be right.
+    A draft is right if the policy samples it too under the same noise. The noise is drawn so that the policy samples exactly
+    the given text. So right drafts are the text's own tokens, and the draft after them has the text as its context. Therefore
+    one forward pass over the text tells for each position whether the draft model is right there.
     """
     generator = torch.Generator().manual_seed(seed)
     right, tried = torch.zeros(NUM_POSITIONS), torch.zeros(NUM_POSITIONS)
@@ -323,10 +328,10 @@ def acceptance(policy: Any, draft: Any, texts: Sequence[Example], seed: int) -> 
 
 
 def same_tokens(policy_NV: Tensor, draft_NV: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns whether the draft model samples `token_N` too under noise with which the policy samples it, bool [N].
+    """Returns at which positions the draft model samples the same token as the policy, bool [N].
 
-    The noise is Gumbel noise on condition that the policy's largest sum of log-prob and noise is that of `token_N`. This sum
-    is drawn first, and all others are drawn below it.
+    Both sample with the same Gumbel noise, which is drawn so that the policy samples `token_N`. For this, the policy's sum of
+    log-prob and noise is drawn first for `token_N`. The sums of all other tokens are then drawn below it.
     """
     policy_NV = policy_NV.log_softmax(-1)
 

@@ -7,8 +7,8 @@ its authors published in bfloat16.
 
     python -m lab.policies.smollm2 --out models    # models/smollm2, and models/smollm2_start from it
 
-`smollm2_start` is the model with a supervised start (`smollm2_start.py`) added to its weights, where there is one
-in `examples/models/smollm2_start`.
+`smollm2_start` is the same model after its supervised start (`smollm2_start.py`). It is made from the change of the weights in
+`examples/models/smollm2_start`, and is left out if that file is missing.
 """
 
 import argparse
@@ -217,7 +217,10 @@ def make_start(base: Path, change: Path, out: Path, console: Console) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields an empty folder that is moved to `out` if nothing is raised. Its parent is a scratch folder."""
+    """Yields an empty folder, and moves it to `out` when the context ends without an error.
+
+    Further files can be put beside the folder. They are removed at the end.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         folder = Path(scratch) / out.name

@@ -25,7 +25,8 @@ BATCH_TOKENS = 768
 POOL_PROBLEMS = 256
 """Number of problems in a pool. A pool is sorted by length before it is divided into batches, which keeps padding small."""
 POOL_STEPS = 64
-"""Approximate number of batches in a pool. Only the pace of the curriculum depends on it."""
+"""Number of training steps that a pool is assumed to last, which is about its number of batches. It only sets how fast
+problems get longer."""
 IGNORED = -100
 Example = tuple[list[int], int]
 """Token ids of a prompt followed by its response, and the length of the prompt."""
@@ -99,9 +100,9 @@ def _make_examples(
 
 
 def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Example]]:
-    """Returns the examples, sorted by length, in batches.
+    """Sorts the examples by length, and returns them in batches.
 
-    A padded batch has at most `batch_tokens` positions, or one example.
+    A padded batch has at most `batch_tokens` positions. Only a longer example, in a batch of its own, has more.
     """
     batches: list[list[Example]] = [[]]
     for example in sorted(examples, key=lambda example: len(example[0])):

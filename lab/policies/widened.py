@@ -31,9 +31,9 @@ RANDOM_STD = 0.02
 """Standard deviation of random weights, as of a model before its training."""
 WEIGHTS = "model.safetensors"
 _SCALED = ("input_layernorm", "post_attention_layernorm", "norm", "hidden_norm")
-"""Last part of the names of those weights that are norms of hidden states."""
+"""Last parts of tensor names. Tensors with such a name are weights of norms of hidden states, and are scaled."""
 _KEPT = ("q_norm", "k_norm", "d2t", "t2d")
-"""Last part of the names of tensors that stay as they are."""
+"""Last parts of tensor names. Tensors with such a name stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,10 @@ class Widening:
         return wide
 
     def _matrix(self, kind: str, small: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Returns a widened matrix. Its input may be several hidden states, one after another, as in a head."""
+        """Returns the widened form of the matrix `small`. `kind` is the last part of its name, such as "q_proj".
+
+        In a head, a matrix may read several hidden states in a row. The columns for the first state come first.
+        """
         rows, columns = (self._axes[axis] for axis in self._matrices[kind])
         repeats = small.shape[1] // len(columns.used)
         used, live = (
@@ -176,7 +179,7 @@ class Widening:
 
 
 def _spread(heads: Tensor, head_dim: int) -> Tensor:
-    """Returns the indices of all numbers of these attention heads, int64."""
+    """Returns the indices that these attention heads take in a row or column, with `head_dim` of them for each head, int64."""
     return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
@@ -202,8 +205,8 @@ def widened(
 def write_head(source: Path, target: Shape, out: Path) -> None:
     """Writes the EAGLE-3 head in `source`, widened for a policy of the shape `target`. `out` appears only when it is complete.
 
-    The head's layer gets the policy's sizes, as heads of large models have them. Its vocabulary stays, because a token that is
-    added to it would need a logit of minus infinity.
+    The head's layer gets the policy's sizes, as is usual for heads of large models. The head's vocabulary stays, because an
+    added token would need a logit of minus infinity.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     layer = config["transformer_layer_config"]
@@ -223,9 +226,9 @@ def write_policy(source: Path, target: Shape, out: Path) -> None:
 
 
 def write_description(source: Path, target: Shape, out: Path, marker: str) -> None:
-    """Writes a widened policy without its weights. The file `marker` says from which policy they can be made.
+    """Writes a widened policy without its weights. The file `marker` names the policy from which the weights can be made.
 
-    An engine that makes the weights itself (`lab/gpu/widened_loader.py`) needs no 15 GB on a disk.
+    An engine that makes the weights itself (`lab/gpu/widened_loader.py`) saves 15 GB on a disk.
     """
     described = json.dumps({"source": str(source.resolve()), "target": asdict(target)})
     _write_like(source, target, out, lambda folder: (folder / marker).write_text(described, encoding="utf-8"))

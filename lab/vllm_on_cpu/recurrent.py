@@ -45,8 +45,8 @@ def convolve(
 ) -> torch.Tensor:
     """Returns the convolved rows [R, C], and advances each request's window, like vLLM's `causal_conv1d_update`.
 
-    If the last engine step had drafts, the window [C, W - 1 + K] begins `accepted - 1` columns later. It keeps all rows of
-    this engine step, because only the next one knows which of them were accepted.
+    If the last engine step had drafts, the window [C, W - 1 + K] begins `accepted - 1` columns later. The window keeps all
+    rows of this engine step, because which of them are accepted is known only in the next engine step.
     """
     assert conv_state_indices is not None
     slots_B = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]

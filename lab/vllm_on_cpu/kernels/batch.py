@@ -81,9 +81,10 @@ def apply_write(
     output_ptr: Any, output_stride: Any, write_indices_ptr: Any, write_starts_ptr: Any, write_contents_ptr: Any,
     write_cu_lens_ptr: Any, write_group_ids_ptr: Any, BLOCK_SIZE: int, MULTI_GROUP: bool,
 ) -> None:  # fmt: skip
-    """Applies staged writes to one tensor.
+    """Applies staged writes to the tensor `output_ptr`.
 
-    If there are groups, it writes to the int32 tensors whose addresses `output_ptr` has.
+    With `MULTI_GROUP` there are several tensors, all int32, and `output_ptr` has their addresses. Then `write_group_ids_ptr`
+    says to which of them each write goes.
     """
     writes = [
         view(argument)

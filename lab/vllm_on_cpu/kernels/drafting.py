@@ -17,9 +17,9 @@ def prepare_head_prefill(  # type: ignore[no-untyped-def]
     next_prefill_tokens_ptr, num_sampled_ptr, num_rejected_ptr, query_start_loc_ptr, seq_lens_ptr, max_num_reqs,
     BLOCK_SIZE,
 ):  # fmt: skip
-    """Prepares the inputs of a head, which are those of the target model without rejected drafts.
+    """Prepares the inputs of a head. They are the target model's inputs without the rejected drafts.
 
-    They are shifted by one, because a head reads token i + 1 together with hidden state i.
+    The tokens are shifted by one, because a head reads token i + 1 together with hidden state i.
     """
     num_reqs = len(idx_mapping_ptr)
     for b in range(num_reqs):
@@ -87,7 +87,7 @@ def prepare_draft_model_prefill(  # type: ignore[no-untyped-def]
     last_token_indices_ptr, out_query_start_loc_ptr, out_seq_lens_ptr, query_start_loc_ptr, seq_lens_ptr,
     num_rejected_ptr, max_num_reqs, max_model_len, BLOCK_SIZE,
 ):  # fmt: skip
-    """Prepares the inputs of a draft model, which are those of the target model without rejected drafts.
+    """Prepares the inputs of a draft model. They are the target model's inputs without the rejected drafts.
 
     The last sampled token is appended to each request's accepted tokens.
     """

@@ -79,7 +79,7 @@ def predict(  # type: ignore[no-untyped-def]
     step_ptr, num_tokens, vocab_num_blocks, per_token_step, NUM_SPECULATIVE_STEPS, MAX_LOG_ODDS,
     PADDED_VOCAB_NUM_BLOCKS,
 ):  # fmt: skip
-    """Computes the log-odds of the likeliest token of each draft distribution, and the acceptance rate that they predict."""
+    """Computes the log-odds of the likeliest token of each draft distribution. From them, predicts the acceptance rate."""
     for row in range(num_tokens):
         slot = idx_mapping_ptr[row]
         if slot < 0:

@@ -52,14 +52,18 @@ _SMALLEST_EXPONENT = F32(-126.0)
 
 
 def value_of(number: Any) -> Any:
-    """Returns, inside a numba function, the float32 value of a logit, which is a float32 or the bits of a 16-bit float."""
+    """Returns the float32 value of a logit. `number` is a float32, or the bits of a 16-bit float.
+
+    Can only be called inside a numba function.
+    """
     raise NotImplementedError
 
 
 def stored(value: Any, like: Any) -> Any:
-    """Returns, inside a numba function, the float32 `value` in the form in which the array `like` stores logits.
+    """Converts the float32 `value` to the type in which the array `like` stores logits, and returns it.
 
-    For a bfloat16 this is its bits. A float16 is not supported.
+    If that is bfloat16, returns the bits of the bfloat16. A float16 is not supported. Can only be called inside a numba
+    function.
     """
     raise NotImplementedError
 

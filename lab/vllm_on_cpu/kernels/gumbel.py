@@ -47,7 +47,7 @@ def _read(logits_N, divisor, scores_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _draw(state, first, scores_N, bits_N):  # type: ignore[no-untyped-def]
-    """Writes each token's random bits. Returns an order key that is at least that of each score with its noise."""
+    """Writes each token's random bits to `bits_N`. Returns an upper bound on the best score with noise, as an order key."""
     best = LOWEST_KEY
     for i in range(len(scores_N)):
         bits_N[i] = token_bits(state, np.add(first, U32(i)))
@@ -74,9 +74,9 @@ def _find(scores_N, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _sample_row(logits_V, divisor, state, is_noisy, scores_N, bits_N, tokens_B, maxima_B):  # type: ignore[no-untyped-def]
-    """Writes the best token and score of each block whose score beats all blocks before it.
+    """Writes the best token and its score of each block that has a better score than all blocks before it.
 
-    Other blocks get a score of -inf.
+    The other blocks get a score of -inf.
     """
     num_vocab, size = len(logits_V), len(scores_N)
     best = LOWEST_KEY

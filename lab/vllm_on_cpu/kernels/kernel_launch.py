@@ -34,8 +34,8 @@ def int32_array(address, length):  # type: ignore[no-untyped-def]
 def view(argument: Any) -> Any:
     """Returns a tensor's memory as an array with the tensor's strides. Returns anything that is no tensor unchanged.
 
-    A bfloat16 tensor becomes an array of uint16, and a float16 tensor one of int16. They hold bits, which can be copied or
-    decoded.
+    A bfloat16 tensor becomes an array of uint16, and a float16 tensor an array of int16. The integers are the bits of the
+    floats, which can be copied or decoded.
     """
     if not isinstance(argument, torch.Tensor):
         return argument

@@ -131,7 +131,7 @@ def bad_words(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Rules out the last token of a bad word in rows whose output ends with the word's other tokens.
 
-    Drafts before a row are part of the output.
+    The output of a row includes the request's drafts that come before the row.
     """
     nothing = stored(NEGATIVE_INFINITY, logits_ptr)
     for r in range(logits_ptr.shape[0]):
@@ -282,9 +282,9 @@ def update_committed_marker_cache(  # type: ignore[no-untyped-def]
     cached_last_start_ptr, cached_last_end_ptr, cached_scan_pos_ptr, reasoning_start_token_ids_ptr,
     natural_reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN, MAX_LEN, BLOCK,
 ):  # fmt: skip
-    """Updates the last positions that the start marker and the end marker of reasoning have in each committed text.
+    """Finds where reasoning last started and last ended in the committed text of each request, and stores both positions.
 
-    A new text is searched block by block from its end.
+    Only tokens that came since the last call are searched. A new text is searched block by block, from its end.
     """
     for request in req_ids_ptr:
         if thinking_token_budget_ptr[request] < 0:
@@ -309,7 +309,10 @@ def update_committed_marker_cache(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _num_forced(end_M, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """Returns how many first tokens of the forced end marker the text ends with. The whole marker does not count."""
+    """Returns how many tokens of the forced end marker, from its first on, are at the end of the text.
+
+    A whole marker at the end of the text does not count.
+    """
     length = num_tokens + len(drafts_P)
     for num in range(min(len(end_M) - 1, length), 0, -1):
         if _is_at(end_M[:num], length - num, tokens_T, num_tokens, drafts_P):
@@ -326,7 +329,7 @@ def thinking_budget(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Forces the next token of the end marker in rows whose text has used its reasoning budget.
 
-    Drafts before a row are part of the text.
+    The text of a row includes the request's drafts that come before the row.
     """
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]

@@ -147,9 +147,9 @@ def trace_replay(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _compact(logits_V, vocab_size, token_ids_K, max_num_kept, packed_mask_W):  # type: ignore[no-untyped-def]
-    """Writes the ids of tokens with a finite logit, up to `max_num_kept` of them, and a bit for each such token.
+    """Writes which tokens have a finite logit, and returns their number.
 
-    Returns the number of these tokens.
+    `token_ids_K` gets the ids of the first `max_num_kept` of them. `packed_mask_W` gets a bit for each of them.
     """
     count = 0
     packed_mask_W[: (vocab_size + 7) // 8] = 0

@@ -57,7 +57,7 @@ def row_state(seed, position):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def token_bits(state, token):  # type: ignore[no-untyped-def]
-    """Returns 32 random bits for a uint32 token id, from the state of its row. They are different for every token of a row."""
+    """Returns 32 random bits for a uint32 token id, from the state of its row. No two tokens of a row get the same bits."""
     h = np.bitwise_xor(_mixed(state, token), _NUM_BYTES)
     h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(16))), _FINAL_1)
     h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(13))), _FINAL_2)
@@ -90,8 +90,9 @@ def gumbel_of(uniform):  # type: ignore[no-untyped-def]
 def gumbel_bound(bits):  # type: ignore[no-untyped-def]
     """Returns a float32 bound that `gumbel_of(uniform_of(bits))` never exceeds, at a third of its cost.
 
-    For a uniform number u the noise is at most -log(u), because -log(1 - u) >= u. The bound uses that log2(2^n (1 + f)) >= n +
-    f, and that the bits of a float are n + f up to a scale. The bound is close to the noise where the noise is large.
+    For a uniform number u the noise is at most -log(u), because -log(1 - u) >= u. The logarithm is bounded by two facts:
+    log2(2^n (1 + f)) >= n + f, and the bits of a float are n + f up to a scale. The bound is close to the noise where the
+    noise is large.
     """
     as_float = np.float32(F32(bits) + F32(0.5)).view(np.int32)
     return F32(I32(I32(0x4F800000) - as_float)) * F32(0.693148 / 2**23) + F32(1e-5)

@@ -211,7 +211,11 @@ def compute_local_residual_mass(  # type: ignore[no-untyped-def]
     expanded_local_pos_ptr, temp_ptr, vocab_size, num_speculative_steps, vocab_num_blocks, BLOCK_SIZE,
     PADDED_VOCAB_NUM_BLOCKS,
 ):  # fmt: skip
-    """Sums max(p_i p(x) - q(x), 0) over the tokens x of each block, for every draft except a request's first."""
+    """Sums max(p_i p(x) - q(x), 0) over the tokens x of each block, for every draft except a request's first.
+
+    p_i is the exponential of what `compute_cumulative_log_p` writes for the draft before. p(x) is the target model's
+    probability of a token, and q(x) the draft model's.
+    """
     for row in range(len(expanded_idx_mapping_ptr) - 1):
         step, slot = expanded_local_pos_ptr[row], expanded_idx_mapping_ptr[row]
         if step == 0 or step >= num_speculative_steps or draft_sampled_ptr[row + 1] < 0 or temp_ptr[slot] == 0:

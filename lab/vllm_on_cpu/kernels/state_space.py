@@ -40,9 +40,10 @@ def advance_state_columns(  # type: ignore[no-untyped-def]
     idx_mapping_ptr, state_idx_ptr, num_computed_tokens_ptr, query_start_loc_ptr, num_accepted_tokens_ptr, src_col_ptr,
     src_off_ptr, num_reqs, BLOCK_SIZE, MAMBA_BLOCK_SIZE,
 ):  # fmt: skip
-    """Sets the block of each request's recurrent state to the one into which its last row falls.
+    """Sets the block of each request's recurrent state to the one into which the request's last row falls.
 
-    If this is another block than before, the next read of the state begins at its first row.
+    A request that enters another block has its number of accepted tokens set to 1, so that the state is next read from the
+    first row of the new block.
     """
     for b in range(num_reqs):
         slot = idx_mapping_ptr[b]
@@ -69,9 +70,10 @@ def _copy_states(  # type: ignore[no-untyped-def]
     widths,
     groups,
 ):
-    """Copies all states of a request from one column of its block table to another.
+    """Copies all states of a request to the block in column `target` of its block table.
 
-    Of a convolution's window, the first `bias` rows are left out.
+    The window of a convolution comes from column `source`, without its first `bias` rows. Any other state comes from column
+    `source + bias`.
     """
     for i in range(len(bases)):
         table = int32_array(block_table_ptrs[groups[i]] + 4 * slot * stride, stride)

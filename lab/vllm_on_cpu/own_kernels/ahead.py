@@ -20,9 +20,10 @@ def _read(t, slot, path, place):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _run(t, slot, path, shift, text_L):  # type: ignore[no-untyped-def]
-    """Returns how many of the text's latest tokens in a row, from the last one backwards, a path has too.
+    """Compares the text with a path, from the text's last token backwards. Returns how many tokens match before the first
+    mismatch, but at most `WINDOW`.
 
-    A token of the text is compared with the path's token `shift` places later.
+    The text's token at index i is compared with the path's token at index i + `shift`.
     """
     length = len(text_L)
     for w in range(min(WINDOW, length)):
@@ -33,7 +34,10 @@ def _run(t, slot, path, shift, text_L):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _agreeing(t, slot, path, shift, text_L):  # type: ignore[no-untyped-def]
-    """Returns how many of the text's latest `WINDOW` tokens a path has too, `shift` places later."""
+    """Returns how many of the text's last `WINDOW` tokens match the path.
+
+    The text's token at index i is compared with the path's token at index i + `shift`. Mismatches do not end the count.
+    """
     length = len(text_L)
     total = 0
     for place in range(max(0, length - WINDOW), length):

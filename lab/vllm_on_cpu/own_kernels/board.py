@@ -3,9 +3,9 @@
 
 In all functions, `t` are the board's tables. Shapes: as in `drafters/board.py`, and L = NUM_LEVELS.
 
-What an engine step adds to a table of all requests is summed separately, and added at the end. So no request reads what
-another request of the same step has learned, and the order of the requests does not matter. Results are then the same as on a
-GPU, where all requests are computed at the same time.
+Some tables are shared by all requests. What an engine step adds to them is summed separately, and added at the end. So no
+request reads what another request of the same step has learned, and the order of the requests does not matter. Results are
+then the same as on a GPU, where all requests are computed at the same time.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ PRIOR_STRENGTH = F32(base.PRIOR_STRENGTH)
 
 @njit(cache=True, nogil=True)
 def _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_alone_2):  # type: ignore[no-untyped-def]
-    """Scales old hits and trials down to the evidence window, and then adds those of the engine step.
+    """Scales old hits and trials down to the evidence window, and then adds the hits and trials of the engine step.
 
     Evidence with fewer trials than the window keeps its counts.
     """
@@ -48,7 +48,7 @@ def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
 def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
     """Returns the factor by which the acceptance rates of a request's new drafts are multiplied.
 
-    It is between 1 and the raw factor. The better such factors have predicted hits so far, the closer it is to the raw factor.
+    The factor is between 1 and `_raw_factor`. It is close to `_raw_factor` if raw factors have predicted hits well so far.
     """
     weight = min(max((weight_2[0] + F32(1)) / (weight_2[1] + F32(1)), F32(0)), F32(1))
     return F32(1) + weight * (_raw_factor(factor_2) - F32(1))
@@ -56,7 +56,7 @@ def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[no-untyped-def]
-    """Adds a request's drafts that the engine step has verified, and those that it has accepted, to all counts."""
+    """Adds the number of a request's drafts that this engine step verified, and the number of accepted ones, to all counts."""
     d = t.chosen_S[slot]
     if not t.is_early_S[slot]:
         t.verified_DK2[d, :num_verified, 0] += 1
@@ -174,9 +174,9 @@ def _best(worth_D, count_D):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
-    """Counts the draft tokens of a proposal by their survival, in a row of `spread_FQ`.
+    """Adds the draft tokens of a proposal to `spread_Q`, which is a row of the histogram `spread_FQ` of survivals.
 
-    `rate_K` are their acceptance rates.
+    `rate_K` has the acceptance rate of each draft token.
     """
     calibration = (calibration_2[0] + PRIOR_STRENGTH) / (calibration_2[1] + PRIOR_STRENGTH)
     survival = F32(1)
@@ -187,11 +187,12 @@ def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # type: ignore[no-untyped-def]
-    """Counts by survival which draft tokens would be submitted for each depth of the model's drafting, in rows of `spread_FQ`.
+    """Fills the histogram `spread_FQ`, whose row k + 1 is for the case that the model drafts k + 1 tokens.
 
-    The model has drafted `depth` tokens, and depths of up to 2 * depth + 1 are counted. A token that was not drafted gets the
-    acceptance rate of the last token that was. `worth_D` are the worths of the other drafters' proposals, and `most` is the
-    most draft tokens that may be submitted.
+    Each row gets the survivals of the draft tokens that the request would submit in that case. The model has really drafted
+    `depth` tokens, and cases of up to 2 * depth + 1 tokens are counted. A token that was not drafted gets the acceptance rate
+    of the last token that was. `worth_D` has the worth of each other drafter's proposal. At most `most` draft tokens may be
+    submitted.
     """
     other, other_count = _best(worth_D, count_D)
     worth, survival = F32(0), F32(1)
@@ -208,9 +209,9 @@ def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # t
 
 @njit(cache=True, nogil=True)
 def _write_rates(rates_K, rate_K, price, mean_price):  # type: ignore[no-untyped-def]
-    """Writes the acceptance rates of submitted draft tokens.
+    """Writes the acceptance rates of a request's submitted draft tokens to `rates_K`.
 
-    The first is multiplied by the mean price of a row divided by the price of this request's rows.
+    The first rate is multiplied by the mean price of a row, divided by the price of this request's rows.
     """
     rates_K[: len(rate_K)] = rate_K
     if min(price, mean_price) > F32(base.LEAST_PRICE):

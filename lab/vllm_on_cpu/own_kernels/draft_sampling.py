@@ -47,7 +47,7 @@ def _scan(state, ids_N, is_noisy, is_murmur, scores_N, bounds_N, best, second, t
 
 @njit(cache=True, error_model="numpy")
 def _bound(state, token, is_murmur):  # type: ignore[no-untyped-def]
-    """Returns an upper bound on a token's noise. With murmur3 it is cheaper to compute than the noise."""
+    """Returns an upper bound on a token's noise. With murmur3 the bound is cheaper to compute than the noise."""
     return gumbel_bound(token_bits(state, token)) if is_murmur else philox_gumbel(state, token)
 
 

@@ -76,11 +76,13 @@ def _find(words, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
-    """Returns a slot for `key` and raises its rank.
+    """Returns the slot of `key`, and raises the slot's rank. A key without a slot gets one.
 
-    It is the key's own slot, or else a free one of its bucket, or else the one of the lowest rank. `best` is the smallest cost
-    * 8 + i of the slots i, so that one minimum finds both the cost and the slot. The cost is `OWN`, `FREE` or the slot's rank,
-    in this order of size.
+    This is a free slot of the key's bucket. If none is free, it is the slot of the lowest rank, whose counts are dropped.
+
+    In the code, each slot i of the bucket has a cost. The key's own slot costs `OWN`, which is the least. A free slot costs
+    `FREE`, and any other slot costs its rank. `best` is the minimum of cost * 8 + i, which has both the lowest cost and its
+    slot.
     """
     line = _line_of(words, key)
     reference = words[line]
@@ -133,7 +135,7 @@ def _count(candidates, slot, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the candidate token with the highest count, and its evidence level, which is -1 if there is no candidate.
+    """Returns the candidate token with the highest count, and its evidence level. The level is -1 if there is no candidate.
 
     Of equal counts the first one wins. A level is 4 * (grade of the context's length) + (grade of the candidate's share of the
     counts). One is added to the total count, so that a share of few counts gets a lower grade.
@@ -237,7 +239,8 @@ def _learn(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _find_longest(words, candidates, orders_M, keys_BM, b):  # type: ignore[no-untyped-def]
-    """Returns the slot of row b's longest known context, or -1, the context's length, and a word of its candidates.
+    """Finds row b's longest known context. Returns its slot, its length, and a word of its candidates, or -1, 0 and 0 if no
+    context is known.
 
     Reading the word loads the cache line of the candidates.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of an engine step on a CPU. They call those of the draft board, and then those of each context index.
+"""The kernels of an engine step on a CPU. `observe` and `choose` each call one of the draft board and one of each context
+index.
 
 `DraftBoard` and `ContextIndex` say what the kernels compute.
 """
