@@ -70,8 +70,8 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
     """Tells whether the vLLM of `source` may lack the dotted name `name`.
 
-    It may if the name is newer than this vLLM, or if another name that this vLLM has replaces it. `names` are the names that
-    only newer versions have.
+    It may lack a name that only newer versions have, which are listed in `names`. It may also lack an old name if it has the
+    new name instead (`REPLACED`).
     """
     for former, newer in REPLACED.items():
         if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):

@@ -20,12 +20,12 @@ from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 WINDOW = NUM_LEVELS
-"""Number of a request's latest tokens that are compared with a path. The more of them agree, the higher the evidence level
-is."""
+"""Number of a request's latest tokens that are compared with a text of older weights (a path of the request). The more of
+them agree, the higher is the evidence level of the path's next tokens."""
 AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
 """Acceptance rate that is assumed for each evidence level before any draft token of that level was judged."""
 FARTHEST = 16
-"""Largest number of tokens by which the alignment of a path with its request may be shifted in one engine step."""
+"""Largest number of tokens by which, in one engine step, a request may change its position in the path that it follows."""
 ENOUGH = 4
 """Margin, in tokens, by which another position in a path must agree better with a request, so that the request goes on there.
 

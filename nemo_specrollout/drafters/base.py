@@ -105,14 +105,15 @@ SMALLEST_SHARE = 0.02
 TRACED_STEPS = 1 << 16
 """Number of latest engine steps for which the counts of draft tokens are kept."""
 MOST_LOOKED_UP = 64
-"""Largest number of tokens that a context index looks up for a draft, one after another."""
+"""Largest number of tokens of a draft that are looked up in a context index, one lookup for each token. A context index is a
+table that maps the last tokens of a text to the tokens that followed them in earlier texts."""
 FEW_LOOKED_UP = 32
-"""Number of tokens that a context index looks up for a draft if the engine's drafts may be longer than `MOST_LOOKED_UP`.
+"""Number of tokens of a draft that are looked up in a context index, if drafts may be longer than `MOST_LOOKED_UP`.
 
 With texts made ahead, drafts may be much longer. This number is small because the kernel needs registers for each possible
 position of a draft."""
 
 
 def num_looked_up(num_positions: int) -> int:
-    """Returns how many tokens a context index looks up for a draft. The engine's drafts have up to `num_positions` tokens."""
+    """Returns how many tokens of a draft are looked up in a context index, if drafts have up to `num_positions` tokens."""
     return num_positions if num_positions <= MOST_LOOKED_UP else FEW_LOOKED_UP

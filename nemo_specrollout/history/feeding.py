@@ -30,11 +30,12 @@ class Feeding:
         self._fed_at: dict[Place, int] = {}
 
     def chosen(self, texts: Iterable[tuple[Place, int]], num_groups: int) -> tuple[list[Place], bool]:
-        """Returns which texts of a group to feed, and whether the index already knows another text of the group.
+        """Returns the locations of a group's texts to feed, and whether the index already knows another text of the group.
 
         A group is all texts of one prompt. `texts` has the location and the number of tokens of each of them, the newest text
-        first. `num_groups` is the number of prompts of which the engine has requests. The chosen texts and the known ones
-        together take at most 1 / (2 * `num_groups`) of the index. A text that does not fit is left out.
+        first. `num_groups` is the number of prompts of which the engine has requests. Half of the index is divided equally
+        among these prompts. The chosen texts and the known ones together must fit into the prompt's share. A text that does
+        not fit is left out.
         """
         room = self._most_tokens // (2 * max(num_groups, 1))
         chosen = []

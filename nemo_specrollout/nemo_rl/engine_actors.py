@@ -249,7 +249,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return self._rolling is not None and self._rolling.slice(seconds)
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Removes all requests of coming steps. Drops cached prefixes unless `keeps_cache`. Returns the requests' texts."""
+        """Removes all requests of coming steps and returns their texts. Drops cached prefixes unless `keeps_cache` is true."""
         made = self._made_awake
         self._made_awake = None
         if made is not None:
@@ -402,8 +402,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     async def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
         """Receives requests of coming steps, which the engine starts to decode in free slots (`EngineActorCalls`).
 
-        If requests start over when the weights change, no requests are planned. Then branches of the running requests use the
-        slots.
+        If requests start over when the weights change, none are planned, and branches of the running requests use the slots.
         """
         if self._one_policy is not None:
             self._one_policy.expect(scale)
@@ -417,9 +416,10 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self._rolling is not None and await self._rolling.wait(seconds)
 
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Removes all requests of coming steps. Drops cached prefixes unless `keeps_cache`. Returns the requests' texts.
+        """Removes all requests of coming steps and returns their texts. Drops cached prefixes unless `keeps_cache` is true.
 
-        If requests start over when the weights change, nothing is removed, because their branches continue until then.
+        If requests start over when the weights change, there are no requests of coming steps. Then nothing is removed or
+        dropped, and branches of running requests go on until the weights change.
         """
         if self._one_policy is not None:
             return EarlyMade({}, self._one_policy.take_figures())

@@ -13,9 +13,9 @@ KIND = "run_ahead"
 
 
 class KeptUpdates:
-    """Owns the file that keeps what `ComingTexts` have learned.
+    """Owns the file that keeps what `ComingTexts` have learned about how weight updates change texts.
 
-    Only a run that resumes reads the file, because the updates of other runs differ.
+    Only a run that resumes reads the file, because in other runs weight updates change texts differently.
     """
 
     def __init__(self, coming: ComingTexts, config: LearnedConfig, model: str, *, begins_again: bool = False) -> None:

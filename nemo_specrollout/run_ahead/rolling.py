@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What synchronous and asynchronous engines do alike while they decode early requests of a plan (`run_ahead`).
+"""What synchronous and asynchronous engines do alike while they decode early requests (`run_ahead`).
 
-Synchronous engines (`rolling_engine.py`) and asynchronous ones (`rolling_stream.py`) differ in how they step, how questions to
-them are asked and answered, and how their requests are started and stopped.
+A plan says which early requests an engine may decode. Synchronous engines (`rolling_engine.py`) and asynchronous ones
+(`rolling_stream.py`) differ in how they step, how questions to them are asked and answered, and how their requests are started
+and stopped.
 """
 
 import itertools
@@ -110,7 +111,7 @@ class Rolling:
 
     @property
     def has_plan(self) -> bool:
-        """Whether a plan has begun and not yet ended."""
+        """Whether the engine has a plan, which says which early requests it may decode."""
         return self._early is not None
 
     def worth(self) -> EarlyWorth:
@@ -134,7 +135,7 @@ class Rolling:
     def forget(self, name: int) -> None:
         """Forgets a request that was registered by `follow` and has ended, and stops its branches.
 
-        Does nothing if the plan of the request has ended.
+        Does nothing if the plan in which it was registered has ended.
         """
         early = self._early
         if early is not None:

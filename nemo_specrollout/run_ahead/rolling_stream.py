@@ -31,8 +31,8 @@ class RollingStream(Rolling):
 
     Invariant: if the engine has more requests than slots, all of its early requests were told to stop.
 
-    The object belongs to the event loop of `plan`. The engine's own requests may come in other event loops, because NeMo-RL's
-    HTTP server has a thread of its own.
+    The object belongs to the event loop in which `plan` was called. The engine's own requests may come in other event loops,
+    because NeMo-RL's HTTP server has a thread of its own.
     """
 
     def __init__(
@@ -199,7 +199,10 @@ class RollingStream(Rolling):
                 self._tasks[name].cancel()
 
     def _tell(self, what: Callable[[], None]) -> None:
-        """Calls the function `what` in the event loop of the plan. Calls it at once if the caller runs in this loop."""
+        """Calls `what` in the event loop in which `plan` was called. If the caller runs in that loop, it is called at once.
+
+        Does nothing without a plan.
+        """
         if self._early is None or self._loop is None:
             return
         try:

@@ -68,10 +68,10 @@ class KeptCounts(NamedTuple):
     num_made: int = 0
     """Number of tokens in the texts of requests that have ended, without branches."""
     num_kept: int = 0
-    """Number of tokens of the texts that come before the first token where a text differs from its response."""
+    """Number of tokens at the beginning of the texts that are the same in the responses. A text counts up to its first
+    difference from its response."""
     num_right: int = 0
-    """Number of draft tokens that agreed with the responses, including those of branches after the text itself has
-    differed."""
+    """Like `num_kept`, plus the tokens of branches that go on like the response where the text itself differs from it."""
     num_tokens: int = 0
     """Number of tokens in the responses of requests that have ended and had a text made ahead."""
     num_texts: int = 0

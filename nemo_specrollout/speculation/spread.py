@@ -26,7 +26,7 @@ class Spread(NamedTuple):
     submitted_Q: np.ndarray
     """For each bin of survival, the number of draft tokens that were really submitted for verification."""
     num_requests: int
-    """Number of requests that could submit draft tokens."""
+    """Number of requests in the engine step, including those for which no draft token was submitted."""
 
     @classmethod
     def of_table(cls, table: np.ndarray) -> "Spread":

@@ -36,7 +36,7 @@ class _Member:
     """An engine that has joined the exchange."""
 
     orders: deque[TurnOrders] = field(default_factory=deque)
-    """Turn orders that the engine has not fetched."""
+    """Orders for the engine's coming turns, which it has not fetched yet."""
     num_turns: int = 0
     """Number of turns that were sent to the engine and whose results have not arrived."""
     heard_s: float = field(default_factory=time.monotonic)

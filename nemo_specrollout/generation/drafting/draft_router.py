@@ -48,7 +48,10 @@ Outcomes = tuple[torch.Tensor, torch.Tensor]
 """For each request of an engine step, the number of tokens that were sampled, and the number of its drafts that were rejected,
 int32 [B] each."""
 OBSERVE, CHOOSE, ALL, ALL_ASKED = "observe", "choose", "observe and choose", "observe, ask and choose"
-"""Names of those parts of an engine step's drafting that CUDA graphs replay."""
+"""Names of those parts of an engine step's drafting that CUDA graphs replay.
+
+In `observe`, the draft board learns from the tokens that were sampled. In `ask`, the drafters without a context index propose.
+In `choose`, the others propose, and the board submits the best proposal for each request."""
 
 
 class DraftRouter:

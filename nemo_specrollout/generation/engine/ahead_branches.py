@@ -24,7 +24,7 @@ class AheadBranch(NamedTuple):
     position: int
     """Index in the response of the first token that is not the parent's."""
     text: bytes
-    """The branch's own tokens, which come from `position` on, as int32 numbers."""
+    """Ids of the branch's own tokens, which come from `position` on, as int32 numbers."""
 
 
 def pack(branches: Iterable[AheadBranch]) -> bytes:

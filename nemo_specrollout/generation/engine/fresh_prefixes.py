@@ -63,7 +63,7 @@ def _joined(salt: str, given: str | None) -> str:
 
 
 def salt_synchronous(engine: Any, salt: CacheSalt) -> None:
-    """Makes vLLM's synchronous `LLMEngine` add the salt to the prompt of every request."""
+    """Makes vLLM's synchronous `LLMEngine` give the prompt of every request the cache salt of the present weights."""
     add_request = engine.add_request
 
     def add_salted(request_id: str, prompt: Any, *arguments: Any, **options: Any) -> Any:
@@ -111,7 +111,7 @@ class NewKv:
 
 
 def _promise() -> Future[None]:
-    """Returns a future that is not cancelled when a task that waits for it is cancelled."""
+    """Returns a new future whose result will be None. A task that is cancelled while it waits does not cancel the future."""
     promise: Future[None] = Future()
     promise.set_running_or_notify_cancel()
     return promise
@@ -136,7 +136,7 @@ class _Attempt:
 
 
 class FreshPrefixes:
-    """Salts the requests of an asynchronous engine, and starts no request while the engine's weights change.
+    """Gives the requests of an asynchronous engine their cache salt, and starts none while the engine's weights change.
 
     Owns the attempts to decode requests that have no output yet, and knows whether the weights are changing. A change begins
     before the first new tensor arrives and ends after the last one.

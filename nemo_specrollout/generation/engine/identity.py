@@ -40,7 +40,7 @@ class GivenIdentity:
     engine_seed: int | None = None
     """Seed that takes the place of the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
-    """Text that is expected after the prompt, as int32 numbers."""
+    """Token ids of the text that is expected after the prompt, as int32 numbers."""
     branches: bytes = b""
     """Other texts that may follow the prompt instead of `ahead`, packed by `ahead_branches.pack`."""
     ties: int | None = None

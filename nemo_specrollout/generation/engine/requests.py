@@ -37,7 +37,8 @@ class RolloutRequest:
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, which another engine has sampled and which this engine continues."""
     ahead: bytes = b""
-    """Expected response for the drafter `ahead`, as int32 numbers. Older weights have sampled it with the same noise."""
+    """Token ids of the expected response, as int32 numbers, for the drafter `ahead`. Older weights have sampled it with the
+    same noise."""
     branches: tuple[AheadBranch, ...] = ()
     """Other responses that are possible instead of the expected one (`ahead`). Each parts from its parent at a near-tie."""
     ties: int | None = None
@@ -109,7 +110,7 @@ class RequestIdentity:
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     ahead: bytes = b""
-    """Text that is expected after the prompt, as int32 numbers."""
+    """Token ids of the text that is expected after the prompt, as int32 numbers."""
     branches: tuple[AheadBranch, ...] = ()
     """Other texts that may follow the prompt instead of `ahead`."""
     ties: int | None = None

@@ -185,9 +185,10 @@ def _draft_pass(
 
 
 def _measure(head: DraftHead, features: SequenceFeatures, temperature: float, acceptance: Acceptance, n: int) -> None:
-    """Measures the acceptance on one sequence, and adds it to row `n` of `acceptance`.
+    """Measures the acceptance on one sequence, and adds it to the entries of sequence `n` in `acceptance`.
 
-    Row t drafts after token t+1. So its draft token at position k, counted from 0, is a proposal for token t+2+k.
+    In row t, the head has read the sequence up to token t+1. Its first draft token (k = 0) is a proposal for token t+2, and
+    its draft token at position k for token t+2+k.
     """
     num_drafts = acceptance.count_NK.shape[1]
     num_rows = features.num_tokens - 1
