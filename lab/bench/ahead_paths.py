@@ -62,11 +62,11 @@ class TextPair:
         return int((self.of_newer.runner_up_P[flips] == self.newer_N[flips]).sum()) if flips else 0
 
     def drafted_N(self, num_flips: int) -> Array:
-        """Returns which tokens of the newer text are drafted right, bool [N], if branches follow its first `num_flips` flips.
+        """Returns which tokens of the newer text are drafted right, bool [N], if its first `num_flips` flips have branches.
 
-        All tokens before the first flip without a branch are right, except the tokens of the flips themselves. A flip's token
-        is drafted wrong, because only this token shows that the branch is right. From the first flip without a branch on, a
-        token is right if the older text has the same token at the same position.
+        The branch of a flip begins with the newer text's token. It is used only after the policy has sampled this token, for
+        which the draft was wrong. So up to the first flip without a branch, all tokens are right except those at flips. From
+        there on, a token is right if the older text has the same token at the same position.
         """
         right_N = np.zeros(len(self.newer_N), bool)
         first = self.flips[num_flips] if num_flips < len(self.flips) else len(self.newer_N)
@@ -77,12 +77,13 @@ class TextPair:
         return right_N
 
     def after(self, position: int, num_flips: int) -> tuple[Array, list[int]]:
-        """Returns the score gaps and the runners-up of the tokens of a branch after `position`.
+        """Returns the score gaps and the runners-up of a branch at the positions after `position`, where the branch begins.
 
-        Up to flip number `num_flips`, the branch equals the newer text, so the newer text's values are returned. The values of
-        later tokens are unknown, because the branch is not decoded. The older text's values take their place. This affects
-        only which other branches are chosen. `num_flips` is -1 if the newer text does not continue like the branch. Then all
-        values are the older text's.
+        `num_flips` is the number of the newer text's flips that have a branch, with this one as the last. The branch equals
+        the newer text up to the next flip, so the values up to and including that flip are the newer text's. Later values are
+        unknown, because no branch is decoded. The older text's values take their place, and affect only which further branches
+        are chosen. `num_flips` is -1 if the newer text does not continue like this branch. Then all values are the older
+        text's.
         """
         known = position + 1
         if num_flips >= 0:
@@ -94,9 +95,9 @@ class TextPair:
 
 
 def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int, most_paths: int) -> list[int]:
-    """Returns for each pair how many flips are followed by a branch, from its first flip up to the first without one.
+    """Returns for each pair the number of flips before the first one without a branch.
 
-    A branch follows a flip if it begins there with the newer text's token.
+    A flip has a branch if one begins there with the newer text's token, on the path that follows the flips before it.
 
     Branches are chosen in `num_branches` rounds. A round chooses as many branches as there are pairs, and the next round knows
     all gaps of these branches. `most_paths` bounds the number of paths of a text, which are the text itself and its branches.

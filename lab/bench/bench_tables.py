@@ -14,7 +14,7 @@ from lab.bench.running_bins import LABELS
 
 
 def rollout_table(rows: Sequence[Figures]) -> Table:
-    """Returns a table with the figures of each row over whole rollouts."""
+    """Returns a table with the time, speed, acceptance length and equal tokens of whole rollouts, for each way to generate."""
     table = new_table("same requests, same noise, interleaved; vLLM's own speculation draws other samples")
     for name in ("mode", "seconds", "tokens/s", "steps", "tok/step", "speed over plain", "tokens equal"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
@@ -35,7 +35,7 @@ def rollout_table(rows: Sequence[Figures]) -> Table:
 
 
 def running_table(rows: Sequence[Figures]) -> Table:
-    """Returns a table with the speed of each row by number of running requests."""
+    """Returns a table with the speed of each way to generate, by number of running requests."""
     winners = best_by_running(rows)
     table = new_table("by running requests: tokens a second, speed over plain; * is the best there")
     table.add_column("mode", no_wrap=True)
@@ -48,7 +48,7 @@ def running_table(rows: Sequence[Figures]) -> Table:
 
 
 def constant_table(rows: Sequence[Figures]) -> Table:
-    """Returns the table of constant batches, with each row's speed over plain by batch size."""
+    """Returns the table of constant batches, with the speed over plain decoding of each way to generate, by batch size."""
     batches = sorted({row["batch"] for row in rows})
     table = new_table("constant batches: speed over plain; tokens equal, of all")
     table.add_column("mode", no_wrap=True)
@@ -76,7 +76,10 @@ def useless_table(rows: Sequence[Figures]) -> Table:
 
 
 def sentences(rows: Sequence[Figures], entrants: Sequence[Entrant]) -> list[str]:
-    """Returns sentences about the best rows, the best fixed row, our host time, and our estimate of plain time."""
+    """Returns sentences about the fastest ways to generate, our host time, and our estimate of plain decoding's time.
+
+    They name the fastest way for each number of running requests, and the fastest with a fixed method and number of drafts.
+    """
     winners = (
         f"{label}: {row['mode']} {row['by_running'][LABELS.index(label)]['speedup_vs_plain']:.2f}"
         for label, row in best_by_running(rows).items()

@@ -95,7 +95,7 @@ def winners(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def winner_table(rows: Rows) -> Table:
-    """Returns a table of the fastest layout in each case. `rows` are those of the part `layouts`."""
+    """Returns a table of the fastest layout in each case. `rows` are the results of the bench's part `layouts`."""
     table = new_table("the fastest layout to the last token, and remote drafters against the others in the same GPUs")
     names = (
         "policy",
@@ -139,7 +139,7 @@ _TAILS = ("moving", "two methods", "racing", "moving, six steps", "run_ahead", "
 
 
 def tail_table(rows: Rows) -> Table:
-    """Returns a table of the gains from moving, racing and `run_ahead`. `rows` are those of the part `tails`."""
+    """Returns a table of the gains from moving, racing and `run_ahead`. `rows` are the results of the bench's part `tails`."""
     table = new_table(
         "seconds of a rollout over those of engines that draft alike, with neither; the last three are means over six steps"
     )
@@ -153,7 +153,7 @@ def tail_table(rows: Rows) -> Table:
 
 
 def region_table(rows: Rows) -> Table:
-    """Returns a table that compares remote drafters with coupled ones. `rows` are those of the part `region`.
+    """Returns a table that compares remote drafters with coupled ones, from the results `rows` of the bench's part `region`.
 
     Its axes are the cost of a draft token, the number of requests per GPU, and the acceptance rate.
     """

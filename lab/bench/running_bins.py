@@ -65,7 +65,7 @@ class BinnedRollout:
         self._rollout.advance(seconds)
 
     def result(self) -> BinnedStats:
-        """Returns the measurements. All requests must have ended."""
+        """Returns the rollout with its seconds and tokens in each bin. All requests must have ended before the call."""
         rollouts, stats = self._rollout.result()
         return BinnedStats(rollouts, stats, self._seconds_N, self._tokens_N, self._num_request_steps)
 
@@ -73,7 +73,7 @@ class BinnedRollout:
         return min(self._num_requests - num_done, self._most_running)
 
     def _finished(self, num_done: int) -> None:
-        """Notes that `num_done` requests have ended so far. The tokens of this engine step belong to the bin before it."""
+        """Notes that `num_done` requests have ended so far. This engine step belongs to the bin in which it began."""
         self._num_request_steps += (self._engine.num_steps - self._num_steps) * self._num_running
         self._num_steps = self._engine.num_steps
         before = bin_of(self._num_running)

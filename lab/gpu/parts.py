@@ -38,7 +38,10 @@ FACTS = "facts.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does what the arguments say. Returns the exit status, which is 0, or 2 if something is missing."""
+    """Takes folders out of the working tree or puts them back, cuts or builds the model, or lists the parts and calls.
+
+    Returns the exit status. It is 2 if this failed, with the reason on stderr, or if there are no calls to list, and else 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("list", "away", "back", "make", "build"), default="list")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("/tmp/pieces"), help="of the pieces, for `build`")

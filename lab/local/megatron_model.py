@@ -181,7 +181,7 @@ def layer_spec(has_qk_norm: bool = True) -> ModuleSpec:
 
 @torch.no_grad()
 def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) -> None:
-    """Copies the Hugging Face tensors of a checked folder into the model.
+    """Copies the tensors of a Hugging Face folder into the model. `check_trainable` must have accepted the folder.
 
     Raises:
         ValueError: The config ties the LM head to the embedding, but the checkpoint has an LM head that differs from it.

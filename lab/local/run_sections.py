@@ -198,7 +198,10 @@ class GenerationConfig:
     """This package's block. Without it, the package is switched off."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for a temperature that vLLM would change, and for sizes that are not positive integers."""
+        """Raises ConfigError for a temperature that vLLM would replace by a higher one.
+
+        Raises it also for sizes in `vllm_kwargs` that are not positive integers.
+        """
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             size = self.vllm_kwargs.get(name)
             is_wrong = size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1)

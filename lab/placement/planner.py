@@ -30,8 +30,8 @@ _AS_GOOD = 0.995
 """The planner chooses the smallest window with at least this share of the longest window's speed, because a smaller window
 wastes fewer drafts."""
 _HELD_UP = 1.1
-"""The drafter of a group is the bottleneck if an infinitely fast one would give more than this many times the tokens per
-second."""
+"""A group's drafter counts as its bottleneck if the group would make more than this many times its tokens per second with an
+infinitely fast drafter."""
 _NO_TIME = 1e-9
 """Factor on the time of drafting that makes a drafter infinitely fast."""
 
@@ -133,8 +133,8 @@ def place(
     """Ranks all ways to roll out `num_requests` requests on `num_devices` devices.
 
     `acceptance` is the probability that a draft token is right if all before it are. `max_k` limits the number of draft
-    tokens, and `max_groups` the number of verifiers. Raises ConfigError if the devices are too few for every verifier that was
-    measured.
+    tokens, and `max_groups` the number of verifiers. Raises ConfigError if even the smallest verifier that was measured needs
+    more devices.
     """
     search = _Search(tables, num_requests, num_devices, acceptance, max_k, max_groups)
     options = [*search.coupled(), *search.decoupled()]
@@ -231,8 +231,8 @@ class _Search:
 def choose(block: SpecrolloutConfig, tables: CostTables, num_requests: int, threads: int, cores: int) -> Option:
     """Returns the fastest option for a run with `num_requests` requests at a time, on a machine with `cores` cores.
 
-    The policy's process has `threads` threads. Raises ConfigError if the cores are too few for every verifier that was
-    measured.
+    Only verifiers with the `threads` threads of the policy's process are considered, or all if none of this size was measured.
+    Raises ConfigError if even the smallest of these needs more cores.
     """
     assert block.remote is not None
     own = replace(

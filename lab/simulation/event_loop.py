@@ -164,7 +164,10 @@ class Rollout:
     # Events
 
     def _end(self, engine: SimulatedEngine) -> None:
-        """Handles the end of an engine's next request, and asks the tail policy if that is due."""
+        """Ends an engine's requests that have all their tokens now, and starts waiting ones in their slots.
+
+        Then asks the tail policy which requests move or race, if it is due to be asked.
+        """
         engine.advance(self.now_s)
         ended = engine.ended()
         engine.drop(ended)
@@ -253,7 +256,10 @@ class Rollout:
 
 
 def _seconds_since(starts_N: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Returns for each moment in `edges` the sum of the seconds since every earlier start."""
+    """Returns for each moment in `edges` the seconds that have passed since each earlier start, summed, float64.
+
+    This sum for the beginnings of spans, minus the sum for their ends, is the busy time of all engines up to the moment.
+    """
     sorted_N = np.sort(starts_N)
     sums = np.concatenate([[0.0], np.cumsum(sorted_N)])
     num_before = np.searchsorted(sorted_N, edges, "right")

@@ -21,7 +21,7 @@ SEEDS = 5
 def rates(
     record: Record, drafters: Sequence[int], machine: Machine, choice: Choice, at_a_time: int | None = None
 ) -> np.ndarray:
-    """Returns the tokens per second of each batch of the record, float64, as medians over the seeds."""
+    """Replays all batches of the record, and returns the tokens per second of each, float64, as medians of `SEEDS` replays."""
     order = sorted(set(record.batch_R.tolist()))
     found = []
     for seed in range(SEEDS):

@@ -25,7 +25,8 @@ from nemo_specrollout.run_ahead.decisions.early_share import (
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Possible numbers of drafts in an engine step for a request whose text is known."""
+"""Numbers of drafts that are tried for each request that has right tokens from an early text left to verify. The engine takes
+the number that gives the most tokens per second."""
 _CLOSE = 1e-6
 """Number of missing tokens at which a text counts as ended, because sums over many engine steps are inexact."""
 _FULL_ROWS = 1024
@@ -291,7 +292,10 @@ class RollingEngine:
         self.num_early_tokens += float(made_B[num_own:].sum()) + num_steps * num_branches
 
     def _step(self, is_known_B: np.ndarray, p_B: np.ndarray, num_branches: float, context: float) -> DecodeStep:
-        """Returns the engine step with the most tokens per second. Where tokens are known, they are the drafts."""
+        """Returns the engine step with the most tokens per second, among those with the numbers of drafts in `VERIFIED`.
+
+        Requests with known tokens left (`is_known_B`) have these as drafts. The others draft as the `Speculation` decides.
+        """
         num_running = len(is_known_B) + num_branches
         others = DecodeStep(np.ones(0), 0.0)
         if not is_known_B.all():

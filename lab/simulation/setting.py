@@ -75,7 +75,7 @@ class Fleet:
         return min(most, int(capacity / tokens))
 
     def num_engines(self, kind: str) -> int:
-        """Returns the number of engines for a kind of drafting, or of pairs of a verifier and a separate drafter."""
+        """Returns the number of engines for a kind of drafting. A verifier and its separate drafter count as one engine."""
         if kind == APART and self.placement is not None:
             return self.placement.num_groups
         return self.scenario.cluster.generating_gpus // self.scenario.cluster.gpus_per_engine
@@ -97,7 +97,7 @@ class Fleet:
         return replace(self.policy, drafter=drafter_costs(self.policy, shape))
 
     def speculation(self, kind: str, method: int) -> Speculation:
-        """Returns how an engine drafts, for a kind of drafting and the number of a draft method.
+        """Returns a `Speculation`, which simulates how an engine drafts, for a kind of drafting and a draft method's number.
 
         `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter. If no separate drafter can be placed, `apart`
         means `auto`.
@@ -260,7 +260,7 @@ class Setting:
         return engines
 
     def _speculations(self) -> list[Speculation]:
-        """Returns how an engine drafts with each draft method."""
+        """Returns a `Speculation` for each draft method of the scenario, which simulates how an engine drafts with it."""
         num_methods = len(self.fleet.scenario.drafting.methods)
         return [self.fleet.speculation(self.variant.speculation, m) for m in range(num_methods)]
 

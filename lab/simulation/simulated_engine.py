@@ -148,7 +148,7 @@ class SimulatedEngine:
             self.after_idle = None
 
     def ended(self) -> np.ndarray:
-        """Returns the requests that have all their tokens, int64."""
+        """Returns the indices in the `Workload` of the requests that have all their tokens, int64."""
         return self.requests_B[self.tokens_B >= self.lengths_B - _CLOSE]
 
     def drop(self, requests_b: np.ndarray) -> float:
@@ -180,7 +180,7 @@ class TailEngine(Protocol):
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Numbers of the running requests, int64."""
+        """Indices of the running requests in the `Workload`, int64 [B]."""
 
     @property
     def known_B(self) -> np.ndarray:
@@ -188,7 +188,7 @@ class TailEngine(Protocol):
 
     @property
     def waiting(self) -> Sized:
-        """Numbers of the requests that wait for a slot."""
+        """Indices in the `Workload` of the requests that wait for a slot."""
 
     def tokens_at(self, now_s: float) -> np.ndarray:
         """Returns the number of tokens of each running request, float64 [B]."""
@@ -268,7 +268,7 @@ class TailPolicy:
         return now_s >= self._next_s and any(not engine.load for engine in engines)
 
     def decide(self, workload: Workload, engines: Sequence[TailEngine], now_s: float) -> TailDecision:
-        """Returns the tail policy's decision, in which requests have their numbers in `workload`."""
+        """Returns the tail policy's decision, in which a request is named by its index in `workload`."""
         self._next_s = now_s + self.every_s
         # Requests that wait in an engine have no text yet, and stay there.
         requests_R = np.unique(np.concatenate([e.requests_B for e in engines]))

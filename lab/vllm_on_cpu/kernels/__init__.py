@@ -18,7 +18,7 @@ from lab.vllm_on_cpu.kernels.kernel_launch import BODIES, parameters
 
 
 def bodies() -> dict[str, Callable[..., None]]:
-    """Returns the bodies in all modules of this package, by the full names of their kernels."""
+    """Imports all modules of this package, and returns their CPU functions by the full names of the kernels they replace."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return BODIES

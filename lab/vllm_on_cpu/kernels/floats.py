@@ -167,7 +167,7 @@ def log(value):  # type: ignore[no-untyped-def]
 def exp_of_negative(value):  # type: ignore[no-untyped-def]
     """Returns the exponential of a float32 that is at most 0.
 
-    The result is at least 2^-126, so it should only be used in sums that have a larger term.
+    A result below 2^-126 is replaced by 2^-126, even that of -inf. So use it only in sums with a much larger term.
     """
     exponent = value * _LOG2_E
     exponent = _SMALLEST_EXPONENT if exponent < _SMALLEST_EXPONENT else exponent

@@ -87,7 +87,10 @@ def bincount(  # type: ignore[no-untyped-def]
     expanded_idx_mapping_ptr, all_token_ids_ptr, all_token_ids_stride, prompt_len_ptr, prefill_len_ptr,
     prompt_bin_mask_ptr, prompt_bin_mask_stride, output_bin_counts_ptr, output_bin_counts_stride, BLOCK_SIZE,
 ):  # fmt: skip
-    """Marks which tokens each prompt has, and counts the tokens of the output that a request already has when it arrives."""
+    """Marks which tokens are in each new request's prompt, and counts each token in the output that it already has.
+
+    For example, a request that is resumed after preemption already has output.
+    """
     for request in expanded_idx_mapping_ptr:
         for i in range(prompt_len_ptr[request]):
             token = all_token_ids_ptr[request, i]
