@@ -103,8 +103,8 @@ def test_steps_have_no_effect_on_asynchronous_requests() -> None:
     described = dict(describe_nemo_rl(tree(*asynchronous)))["run_ahead"]
     assert (
         described
-        == "requests that are under way begin again when weights change; their texts are drafts, up to 256 a step, "
-        "with up to 3 branches"
+        == "requests that are under way begin again when weights change; their texts are drafts, up to 256 per request "
+        "and engine step, with up to 3 branches"
     )
 
 

@@ -249,13 +249,17 @@ def test_a_missing_speculative_config_is_refused(sampler_only: RolloutEngine, mo
         worker._verify_in_force()
 
 
-def test_vllms_other_model_runner_is_refused() -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def test_vllms_other_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig
 
     from nemo_specrollout.generation.engine import compat
 
-    with pytest.raises(RuntimeError, match=r"gpu_model_runner\.GPUModelRunner; remove VLLM_USE_V2_MODEL_RUNNER=0"):
-        compat.verify_model_runner(GPUModelRunner.__new__(GPUModelRunner))
+    config = VllmConfig()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    compat.verify_runner_choice(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(RuntimeError, match="has chosen the V1 model runner; remove VLLM_USE_V2_MODEL_RUNNER=0"):
+        compat.verify_runner_choice(config)
 
 
 def test_a_runner_without_needed_attributes_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:

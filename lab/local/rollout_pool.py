@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout engines on this machine, each in a Ray actor with one core, and a Ray that only this run uses.
 
-Ray listens on the loopback interface, and refuses processes without the run's token. This module makes the token when it is
-imported, and child processes inherit it. Ray reads the token when Ray itself is imported, so import `ray` from this module.
+Ray listens on the loopback interface, and refuses processes without the run's token (`lab/local/__init__.py`).
 """
 
 import logging
 import os
-import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -20,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from lab.local.early_work import EarlyWork
@@ -32,16 +30,6 @@ from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
-
-if "ray" not in sys.modules:  # a program that has imported Ray has made its own choice
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # This is Ray's switch for systems whose firewalls ask about each listener. Without it, Ray listens on all addresses.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
-import ray
 
 HANG_S = 300.0
 """Seconds without an answer after which an engine that has something to do is killed."""

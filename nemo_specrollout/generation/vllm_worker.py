@@ -85,8 +85,9 @@ class VllmWorkerMixin(WorkerCalls):
     # Methods of vLLM's worker for its life cycle.
 
     def init_device(self) -> None:
-        """Lets vLLM build its model runner. Raises RuntimeError if the runner lacks something that this package relies on."""
+        """Lets vLLM build its model runner. Raises RuntimeError if it is V1's, or lacks what this package relies on."""
         allow_text_drafters()
+        compat.verify_runner_choice(self.vllm_config)
         super().init_device()  # type: ignore[misc]
         compat.verify_model_runner(self.model_runner)
         RUNNERS.verify_names()

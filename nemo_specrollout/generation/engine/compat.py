@@ -18,7 +18,6 @@ from vllm.config import SchedulerConfig, speculative
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.sample.ops import topk_topp_triton
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -84,14 +83,20 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"vllm_kwargs.{name}: vLLM {VLLM_VERSION} has no such argument{nearest(name, known)}")
 
 
-def verify_model_runner(runner: Any) -> None:
-    """Raises RuntimeError unless `runner` is vLLM's V2 model runner and has all `RUNNER_ATTRIBUTES`."""
-    if not isinstance(runner, GPUModelRunner):
+def verify_runner_choice(vllm_config: Any) -> None:
+    """Raises RuntimeError if vLLM has chosen its V1 model runner for an engine.
+
+    It is called before the runner is built, because the V1 runner would refuse `RequestCheck` without saying why.
+    """
+    if not vllm_config.use_v2_model_runner:
         raise RuntimeError(
-            f"specrollout needs vLLM's V2 model runner, but vLLM {VLLM_VERSION} built {type(runner).__module__}."
-            f"{type(runner).__name__}; remove VLLM_USE_V2_MODEL_RUNNER=0 from the engine's environment, and the options that "
-            "vLLM names as unsupported by V2"
+            f"specrollout needs vLLM's V2 model runner, but vLLM {VLLM_VERSION} has chosen the V1 model runner; remove "
+            "VLLM_USE_V2_MODEL_RUNNER=0 from the engine's environment, and the options that vLLM names as unsupported by V2"
         )
+
+
+def verify_model_runner(runner: Any) -> None:
+    """Raises RuntimeError unless vLLM's V2 model runner has all `RUNNER_ATTRIBUTES`."""
     require(runner, RUNNER_ATTRIBUTES, "the model runner")
 
 

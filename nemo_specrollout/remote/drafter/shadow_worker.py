@@ -31,6 +31,7 @@ class ShadowWorker(_NativeWorker):
 
     def init_device(self) -> None:
         """Builds the model runner, and checks that it is one that this package knows."""
+        compat.verify_runner_choice(self.vllm_config)
         super().init_device()
         compat.verify_model_runner(self.model_runner)
 
