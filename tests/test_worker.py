@@ -255,9 +255,9 @@ def test_vllms_other_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     from nemo_specrollout.generation.engine import compat
 
     config = VllmConfig()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     compat.verify_runner_choice(config)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
     with pytest.raises(RuntimeError, match="has chosen the V1 model runner; remove VLLM_USE_V2_MODEL_RUNNER=0"):
         compat.verify_runner_choice(config)
 
