@@ -99,10 +99,10 @@ class DrafterProcess:
             with contextlib.suppress(TypeError):
                 status = DrafterReport(**report)
                 if child is self._child:
-                    self.status = status
-                    self._heard_s = time.monotonic()
                     self.spec = replace(self.spec, address=status.address)
+                    self._heard_s = time.monotonic()
                     self._pause_s = FIRST_PAUSE_S
+                    self.status = status  # last, because who waits for it reads the address then
 
 
 class DrafterPool:
