@@ -183,6 +183,8 @@ def layer(config: dict) -> dict:
             "max_position_embeddings 512 is less than max_model_len 513",
         ),
         (lambda c: layer(c).update(layer_types=["full_attention"] * 2), "name the type of each of 1 layers"),
+        (lambda c: layer(c).update(layer_types=1), "name the type of each of 1 layers"),
+        (lambda c: layer(c).update(layer_types=[1]), "name the type of each of 1 layers"),
         (lambda c: layer(c).update(model_type="gpt2"), "model_type 'gpt2'"),
         (lambda c: layer(c).pop("hidden_size"), "hidden_size is None"),
         (lambda c: c.update({LAYER_IDS_FIELD: [1, 2, 4]}), "name distinct layers of the policy, 0 to 3"),

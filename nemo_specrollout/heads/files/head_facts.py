@@ -270,7 +270,8 @@ def _required_shapes(facts: HeadFacts) -> dict[str, Shape]:
         "layers.0.hidden_norm.weight": (hidden,),
     }
     num_layers = size_in(facts.layer, "num_hidden_layers", facts.folder / "config.json")
-    if len(facts.layer.get("layer_types") or range(num_layers)) != num_layers:
+    types = facts.layer.get("layer_types")
+    if types and not (isinstance(types, list) and len(types) == num_layers and all(isinstance(t, str) for t in types)):
         raise ValueError(f"{facts.folder}/config.json: layer_types must name the type of each of {num_layers} layers")
     for layer in range(num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(facts, layer == 0).items()}
