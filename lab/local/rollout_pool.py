@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout engines on this machine, each in a Ray actor with one core, and a Ray that only this run uses.
 
-Ray listens on the loopback interface, and refuses processes without the run's token (`lab/local/__init__.py`).
+Ray listens on the loopback interface, and refuses processes without the run's token (`ray_settings.py`).
 """
 
 import logging
@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lab.local import ray_settings  # noqa: F401  comes first, because vLLM imports Ray
+
+# isort: split
 import ray
 import torch
 
