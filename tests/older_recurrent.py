@@ -16,7 +16,12 @@ import torch.nn.functional as F
 
 
 def install() -> None:
-    """Puts the bodies in place. Call it before the first engine of the process."""
+    """Puts the bodies in place. Call it before the first engine of the process.
+
+    On a CPU with AMX, vLLM would pack the taps of a convolution for an operator that takes bfloat16 alone, so it is told
+    that there is no AMX.
+    """
+    torch.cpu._is_amx_tile_supported = lambda: False
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.models import falcon_h1, granitemoehybrid, nemotron_h, qwen3_next  # noqa: F401
