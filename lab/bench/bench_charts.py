@@ -14,11 +14,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from nemo_specrollout.reports.charts import DPI
-from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, STYLE, dark, drafter_colour, label_right
+from nemo_specrollout.reports.panels import (
+    BLUE,
+    GREY,
+    INK,
+    PALE,
+    RED,
+    SILVER,
+    STYLE,
+    dark,
+    drafter_colour,
+    label_right,
+)
 from nemo_specrollout.reports.records import Record, number, series
-
-SILVER = "#8c959f"
-"""Colour of plain decoding, and of vLLM's own methods."""
 
 
 def bench_chart(rows: Sequence[Record], path: Path) -> None:

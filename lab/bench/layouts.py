@@ -46,9 +46,9 @@ from lab.simulation.layouts import (
     tail_rows,
 )
 from lab.simulation.measured_gpus import errors, fitted_calibration
-from lab.simulation.picture import SILVER, STYLE
+from lab.simulation.picture import STYLE
 from nemo_specrollout.cli.terminal import log_console
-from nemo_specrollout.reports.panels import BLUE, INK, ORANGE, PINK, SKY
+from nemo_specrollout.reports.panels import BLUE, INK, ORANGE, PINK, SILVER, SKY
 from nemo_specrollout.storage.files import write_atomically
 
 Rows = Sequence[dict[str, Any]]

@@ -27,6 +27,7 @@ from nemo_specrollout.reports.panels import (
     PALE,
     PINK,
     RED,
+    SILVER,
     SKY,
     dark,
     drafter_colour,
@@ -34,7 +35,7 @@ from nemo_specrollout.reports.panels import (
 )
 from nemo_specrollout.reports.records import Record, number
 
-ENGINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#8c959f")
+ENGINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, SILVER)
 MAX_ENGINES = 12
 """Most engines that the chart of a rollout's tail shows."""
 MAX_ROWS = 14

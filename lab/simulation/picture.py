@@ -16,9 +16,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from lab.simulation.compare import Comparison, StepResult
 from nemo_specrollout.reports import panels
-from nemo_specrollout.reports.panels import BLUE, INK, ORANGE, PINK, SKY
+from nemo_specrollout.reports.panels import BLUE, INK, ORANGE, PINK, SILVER, SKY
 
-SILVER = "#8c959f"
 PARTS = {"data": PINK, "prepare": PINK, "generate": BLUE, "log-prob": SKY, "train": SILVER, "refit": ORANGE}
 STYLE: dict[Any, Any] = {**panels.STYLE, "axes.titlesize": 9, "axes.grid.axis": "both", "lines.markersize": 6}
 _SIZE = (9.6, 5.6)

@@ -18,12 +18,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFor
 from nemo_specrollout.reports.records import Record, ratio_of_sums, reduced, reward_window, running_mean, series
 
 BLUE, SKY, ORANGE, GREEN, PINK, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
-INK, GREY, PALE = "#24292f", "#6e7781", "#d0d7de"
+INK, GREY, SILVER, PALE = "#24292f", "#6e7781", "#8c959f", "#d0d7de"
 DRAFTER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 PHASE_COLOURS = {
     "generation": BLUE,
     "logprob": SKY,
-    "train": "#8c959f",
+    "train": SILVER,
     "refit": ORANGE,
     "verify": PINK,
     "validation": RED,
