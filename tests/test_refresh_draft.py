@@ -381,7 +381,7 @@ def test_damaged_policies_are_refused(
 def test_binary_files_and_empty_folders_are_refused(refused: Refused, tmp_path: Path) -> None:
     assert "holds no *.jsonl file" in refused("--rollouts", str(tmp_path))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    assert "binary.jsonl is UTF-16 text; save it as UTF-8" in refused("--rollouts", str(tmp_path))
+    assert "binary.jsonl: it is UTF-16 text; save it as UTF-8" in refused("--rollouts", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     pipe = refused("--rollouts", str(tmp_path / "pipe"))
     assert "neither a regular file nor a folder" in pipe

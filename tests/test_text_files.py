@@ -46,9 +46,9 @@ def test_blank_lines_count_and_separators_of_unicode_end_no_line(tmp_path: Path)
         (b'{"x":' + b"[" * 100_000, "line 1: not JSON (it is nested too deeply)"),
         (b"9" * 5000, "line 1: not JSON (a number has too many digits)"),
         (b'{"a": 1}\n{"a": "\xe9"}', "line 2: it is not UTF-8 text; save the file as UTF-8"),
-        ('{"a": 1}'.encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
-        (gzip.compress(b'{"a": 1}', mtime=0), "is gzip data; unpack it first"),
-        (b"PAR1\x15\xff\x80", "is a Parquet file; write its rows as JSON lines"),
+        ('{"a": 1}'.encode("utf-16"), ": it is UTF-16 text; save it as UTF-8"),
+        (gzip.compress(b'{"a": 1}', mtime=0), ": it is gzip data; unpack it first"),
+        (b"PAR1\x15\xff\x80", ": it is a Parquet file; write its rows as JSON lines"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path, content: bytes, words: str) -> None:

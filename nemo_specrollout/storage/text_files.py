@@ -93,5 +93,5 @@ def _content(path: Path) -> bytes:
 def _not_text(path: Path, number: int, content: bytes) -> str:
     for begins, (kind, fix) in _OTHER_KINDS.items():
         if content.startswith(begins):
-            return f"{path} is {kind}; {fix}"
+            return f"{path}: it is {kind}; {fix}"
     return f"{path}, line {number}: it is not UTF-8 text; save the file as UTF-8"
