@@ -21,13 +21,13 @@ def install() -> None:
     On a CPU with AMX, vLLM would pack the taps of a convolution for an operator that takes bfloat16 alone, so it is told
     that there is no AMX.
     """
-    torch.cpu._is_amx_tile_supported = lambda: False
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.models import falcon_h1, granitemoehybrid, nemotron_h, qwen3_next  # noqa: F401
 
     from lab.vllm_on_cpu.recurrent import apply_delta_rule
 
+    torch.cpu._is_amx_tile_supported = lambda: False
     rule: Any = gdn_attention
     rule.cpu_gdn_attention_core = apply_delta_rule  # a layer registers it as an operator when it is made
     native = causal_conv1d.causal_conv1d_fn

@@ -14,18 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from nemo_specrollout.reports.charts import DPI
-from nemo_specrollout.reports.panels import (
-    BLUE,
-    GREY,
-    INK,
-    PALE,
-    RED,
-    SILVER,
-    STYLE,
-    dark,
-    drafter_colour,
-    label_right,
-)
+from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, SILVER, STYLE, dark, drafter_colour, label_right
 from nemo_specrollout.reports.records import Record, number, series
 
 
