@@ -35,7 +35,7 @@ def test_a_converted_checkpoint_has_the_policy_s_tensors(
     monkeypatch.setenv("PATH", f"{tmp_path}:{host.environment['PATH']}")
     with pytest.raises(ValueError, match="is a checkpoint of NeMo-RL") as refused:
         hf_folder(steps / kind / "step_1")
-    *command, place = shlex.split(str(refused.value).rpartition("as --policy: ")[2])
+    *command, place = shlex.split(str(refused.value).rpartition("name DIR instead: ")[2])
     assert place == "DIR"
     subprocess.run([*command, str(tmp_path / "policy")], cwd=host.environment["NEMO_RL_SRC"], check=True)
     folder = hf_folder(tmp_path / "policy")
