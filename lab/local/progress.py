@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from lab.local.timeline import describe as describe_tail
+from nemo_specrollout.cli.terminal import progress_bar
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
 
 _HEADER = " step  reward  length   rollout  speedup tok/step       equal   train      gap"
@@ -45,8 +44,7 @@ class Progress:
     @contextmanager
     def rollout(self, step: int, num_requests: int) -> Iterator[Callable[[int], None]]:
         """Shows a bar of finished requests while the context lasts, and yields the function that sets their number."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with RichProgress(*columns, console=self.console, transient=True) as bar:
+        with progress_bar(self.console) as bar:
             task = bar.add_task(f"step {step}: rollout", total=num_requests)
             yield lambda done: bar.update(task, completed=done)
 

@@ -175,6 +175,16 @@ def test_a_step_s_line_has_the_tail_s_beneath(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text().count("1 move, 2 races (1 won by the racer)") == 2
 
 
+def test_a_log_file_has_no_empty_lines(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        progress = Progress(Console(file=file, width=200))
+        for step in (metrics(i, random.Random(i)) for i in range(2)):
+            with progress.rollout(step["step"], num_requests=1) as on_finished:
+                on_finished(1)
+            progress.step_done(step)
+    assert all((tmp_path / "out").read_text().splitlines())
+
+
 def test_an_alarm_and_a_folder_are_printed_as_they_are(tmp_path: Path) -> None:
     """Brackets are not markup, and a path is not broken in a log file."""
     alarm, folder = "a worker died ([rank0]: cannot open [/usr/lib/x.so])", f"/runs/[lr=1e-4]/{'long/' * 40}[/b]"
