@@ -7,8 +7,14 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from nemo_specrollout.reports.metric_table import BOTH, LOGGER, METRICS, NEMO_RL
 from nemo_specrollout.reports.records import FORMAT
@@ -24,6 +30,27 @@ def undefined(record: Mapping[str, Any], runs: str) -> list[str]:
     known = re.compile("|".join(patterns))
     keys = (key.replace("/", ".") if runs == LOGGER else key for key in dotted(record))
     return [key for key in keys if not known.fullmatch(key)]
+
+
+def clashing_titles(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Returns a set to which every figure that is drawn from now on adds its titles that touch another or leave the figure."""
+    found = set[str]()
+    draw = Figure.draw
+
+    def draw_and_look(figure: Figure, renderer: Any) -> None:
+        draw(figure, renderer)
+        titles = [text for ax in figure.axes for text in _titles(ax)]
+        boxes = {title.get_text(): title.get_window_extent(renderer) for title in titles}
+        found.update(f"{a} | {b}" for a, b in combinations(boxes, 2) if boxes[a].padded(2).overlaps(boxes[b]))
+        found.update(text for text, box in boxes.items() if box.x0 < 0 or box.x1 > figure.bbox.x1)
+
+    monkeypatch.setattr(Figure, "draw", draw_and_look)
+    return found
+
+
+def _titles(ax: Axes) -> list[Text]:
+    words = [text for place in ("left", "center", "right") if (text := ax.get_title(loc=place))]
+    return [child for child in ax.get_children() if isinstance(child, Text) and child.get_text() in words]
 
 
 def dotted(record: Mapping[str, Any], before: str = "") -> Iterator[str]:

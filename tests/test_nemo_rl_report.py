@@ -18,7 +18,7 @@ from conftest import ROOT
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from nemo_rl_records import metrics, watching_logger, with_everything, write_run
-from run_files import Page
+from run_files import Page, clashing_titles
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
@@ -67,6 +67,14 @@ def test_a_run_with_everything_has_every_chart_and_card(tmp_path: Path) -> None:
         assert text in page.text
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
+
+
+def test_no_title_of_a_panel_runs_into_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    clashes = clashing_titles(monkeypatch)
+    page_of(written(tmp_path / "plain"))
+    page_of(write_run(tmp_path / "everything", with_everything([metrics(i, rng) for i in range(1, 13)])))
+    assert not clashes
 
 
 def test_alarms_are_listed_and_escaped(tmp_path: Path) -> None:

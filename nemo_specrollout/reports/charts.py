@@ -42,7 +42,7 @@ LINE_PANELS = {
         is_filled=True,
     ),
     "tokens": LinePanel(
-        "Tokens and drafts per request and engine step",
+        "Tokens per request and engine step",
         [("tokens", "acceptance_length", BLUE), ("drafts", "draft_tokens_per_request_step", ORANGE)],
         level=1,
     ),

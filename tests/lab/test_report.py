@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from run_files import COLUMNS, Page, metrics, trace, write_run
+from run_files import COLUMNS, Page, clashing_titles, metrics, trace, write_run
 
 from lab.bench.bench_charts import bench_chart, throughput_chart
 from lab.local.rollout_charts import drain_chart
@@ -262,12 +262,14 @@ def test_figures_of_a_head() -> None:
     assert "refreshes" not in summary_of([metrics(0, rng)])
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clashes = clashing_titles(monkeypatch)
     bench_chart(bench_rows(), tmp_path / "bench.png")
     assert ElementTree.parse(tmp_path / "bench.svg").getroot().tag.endswith("svg")
     assert imread(tmp_path / "bench.png").shape[1] == 1200
     _, picture = write_pages(write_full_run(tmp_path))
     assert imread(picture).shape[:2] == (840, 1200)
+    assert not clashes
 
 
 def test_the_chart_of_tokens_a_second_has_plain_the_best_of_vllms_rows_and_ours(tmp_path: Path) -> None:
