@@ -208,7 +208,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
     "killed": {"overrides": SHORT + REMOTE, "kill_after": 1},
-    "killed_native": {"overrides": SHORT + OFF, "environment": RENAMED, "kill_after": 1},
+    "killed_native": {
+        "overrides": SHORT + OFF,
+        "environment": RENAMED,
+        "kill_after": 1,
+        "kill": "VllmGenerationWorker",
+    },
 }
 
 # With the vLLM of a pin, whose kernels run in Triton's interpreter: two prompts and responses of 32 tokens. The policy is one
