@@ -40,9 +40,9 @@ def clashing_titles(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def draw_and_look(figure: Figure, renderer: Any) -> None:
         draw(figure, renderer)
         titles = [text for ax in figure.axes for text in _titles(ax)]
-        boxes = {title.get_text(): title.get_window_extent(renderer) for title in titles}
-        found.update(f"{a} | {b}" for a, b in combinations(boxes, 2) if boxes[a].padded(2).overlaps(boxes[b]))
-        found.update(text for text, box in boxes.items() if box.x0 < 0 or box.x1 > figure.bbox.x1)
+        boxes = [(title.get_text(), title.get_window_extent(renderer)) for title in titles]
+        found.update(f"{a} | {b}" for (a, box), (b, other) in combinations(boxes, 2) if box.padded(2).overlaps(other))
+        found.update(text for text, box in boxes if box.x0 < 0 or box.x1 > figure.bbox.x1)
 
     monkeypatch.setattr(Figure, "draw", draw_and_look)
     return found
