@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lab.local.rollout_pool import OwnRay, ray
+from lab.local.own_ray import OwnRay, ray
 
 
 @contextmanager

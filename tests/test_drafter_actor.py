@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from lab.local.rollout_pool import OwnRay
+from lab.local.own_ray import OwnRay
 from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.drafter_configs import as_key, secret_of_run
 from nemo_specrollout.nemo_rl.remote_drafters import SpecrolloutDrafter

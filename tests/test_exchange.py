@@ -24,7 +24,7 @@ from tiny_policies import save_policy
 from vllm.engine.arg_utils import EngineArgs
 
 from lab.local.engine import RolloutEngine
-from lab.local.rollout_pool import OwnRay, ray
+from lab.local.own_ray import OwnRay, ray
 from nemo_specrollout.config.block import FastestOfNConfig, LearnedConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.config.staying_requests import PLUGINS

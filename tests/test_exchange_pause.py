@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from own_ray import ray_for_actors_of
 
-from lab.local.rollout_pool import ray
+from lab.local.own_ray import ray
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange_async

@@ -12,7 +12,7 @@ from conftest import ROOT
 from nemo_rl_standin import make_nemo_rl
 from test_launch import BASE, CONFIG, STUBS
 
-from nemo_specrollout.cli.run_owner import EXIT_TAKEN_OVER
+from nemo_specrollout.cli.run_owner import EXIT_LOST, EXIT_TAKEN_OVER
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor.actors import diagnose_actors
 from nemo_specrollout.doctor.diagnosis import State
@@ -242,6 +242,22 @@ def test_the_last_line_of_a_run_that_failed_says_how_to_go_on(
     assert last.startswith("nemo-specrollout: ") and said in last
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("TimeoutError('no answer')", EXIT_LOST),
+        ("FileNotFoundError(2, 'No such file or directory', 'rewards.json')", 1),
+    ],
+)
+def test_an_error_of_an_actor_is_shown_whole_even_if_it_is_of_the_system(tmp_path: Path, error: str, code: int) -> None:
+    """The class of Ray's error is then that of the actor's error, too, which the command line would cut to a sentence."""
+    failing = f"    from ray.exceptions import RayTaskError\n    raise RayTaskError('stream', 'of the actor', {error})"
+    done = run_a_script(tmp_path, SCRIPT + failing + ".as_instanceof_cause()\n", 2)
+    assert done.returncode == code
+    assert "of the actor" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("the same command goes on after its newest checkpoint, step 2")
+
+
 def test_a_lost_process_is_told_from_an_error_of_the_program() -> None:
     from ray import exceptions
 
@@ -257,6 +273,7 @@ def test_a_lost_process_is_told_from_an_error_of_the_program() -> None:
     assert is_loss_of_a_process(in_an_actor)
     assert is_loss_of_a_process(raised(RuntimeError("no weights"), of=in_an_actor.as_instanceof_cause()))
     assert is_loss_of_a_process(exceptions.RpcError("deadline exceeded"))
+    assert is_loss_of_a_process(exceptions.RayTaskError("stream_weights", "Traceback", TimeoutError("no answer")))
     own = exceptions.RayTaskError("generate", "Traceback", ValueError("a reward"))
     assert not is_loss_of_a_process(own)
     assert not is_loss_of_a_process(raised(RuntimeError("no weights"), of=own))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from own_ray import ray_for_actors_of
 
-from lab.local.rollout_pool import ray
+from lab.local.own_ray import ray
 from nemo_specrollout.config.block import RunAheadConfig
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, as_bytes
 from nemo_specrollout.nemo_rl import gym_prompts

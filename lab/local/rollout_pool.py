@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines on this machine, each in a Ray actor with one core, and a Ray that only this run uses.
+"""Rollout engines on this machine, each in a Ray actor with one core."""
 
-Ray listens on the loopback interface, and refuses processes without the run's token (`ray_settings.py`).
-"""
-
-import logging
 import os
-import shutil
-import signal
-import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +17,7 @@ import torch
 
 from lab.local.early_work import EarlyWork
 from lab.local.engine import RolloutEngine
+from lab.local.own_ray import OwnRay
 from lab.local.run_sections import GenerationConfig
 from lab.local.shared_weights import Packed, opened, packed, wait_for_gpu
 from lab.local.turn_engine import ReloadingTurnEngine
@@ -44,10 +37,6 @@ _LONGEST_ERROR = 300
 """Most characters of a dead engine's last error that are shown."""
 DEAD = object()
 """Takes the place of an answer if the engine has died."""
-_OBJECT_STORE_BYTES = 512 << 20
-"""Bytes of shared memory for Ray's object store, which holds the weights."""
-_LONGEST_FOLDER = 40
-"""Most characters in the path of Ray's folder. A socket's path may have 107, and Ray uses 66 of them for its own part."""
 
 Weights = tuple[Packed, int]
 """Tensors by Hugging Face name, and the version of the policy."""
@@ -61,54 +50,6 @@ class _Sent:
     """Ray's reference to `Weights`."""
     tensors: list[tuple[str, torch.Tensor]]
     """The tensors themselves, which must live as long as a process may open handles to them."""
-
-
-@contextmanager
-def _keeps_sigterm_handler() -> Iterator[None]:
-    """Returns a context that keeps the process's handler of SIGTERM, which Ray replaces when it starts and ends."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-
-
-class OwnRay:
-    """Ray for this run. Unless Ray already runs, this object starts it, and owns its processes and its folder until `stop`."""
-
-    def __init__(self) -> None:
-        """Starts Ray, or uses the Ray that already runs in this process. `stop` leaves such a Ray running."""
-        self._folder: Path | None = None
-        if ray.is_initialized():
-            return
-        base = tempfile.gettempdir()
-        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir=base if len(base) <= _LONGEST_FOLDER else "/tmp"))
-        with _keeps_sigterm_handler():
-            ray.init(
-                address="local",
-                num_gpus=0,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(self._folder),
-                _system_config={"worker_niceness": 0},  # by default any other process of the machine comes first
-            )
-
-    def last_error(self, pid: int) -> str:
-        """Returns the last line on stderr of an actor process, or "". Ray's own lines begin with a colon and are skipped."""
-        files = [] if self._folder is None else self._folder.glob(f"session_latest/logs/worker-*-{pid}.err")
-        lines = [line.strip() for file in files for line in file.read_text(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line and not line.startswith(":")), "")
-
-    def stop(self) -> None:
-        """Ends Ray and removes its folder, if this object has started it."""
-        if self._folder is not None:
-            with _keeps_sigterm_handler():
-                ray.shutdown()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
 
 class RolloutActor:

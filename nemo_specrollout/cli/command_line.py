@@ -28,8 +28,8 @@ EXIT_INTERRUPTED = 130
 EXIT_NO_READER = 141
 """Exit code if standard output is a pipe whose reader has ended."""
 EXIT_TERMINATED = 143
-_MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
-"""Error numbers that mean that a disk is full, read-only or broken, or that a quota is used up."""
+_MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ETIMEDOUT}
+"""Error numbers of a disk that is full, read-only or broken, of a quota that is used up, and of a wait that was too long."""
 _PATH_ERRORS = {
     errno.ENOENT,
     errno.EACCES,
@@ -156,6 +156,14 @@ class Program:
         return f"{where}; in the checkout: {fix}", EXIT_BAD_INPUT
 
 
+def is_of_machine(error: OSError) -> bool:
+    """Returns whether an error is about a path that the user named, a disk, or a wait that was too long.
+
+    `Program.run` turns such an error into a sentence. An error that came from another process has no number, so it is none.
+    """
+    return error.errno in _PATH_ERRORS | _MACHINE_ERRORS
+
+
 def check_out(path: Path, name: str = "--out") -> None:
     """Raises ConfigError if `path` cannot be written as a file. `name` is the flag by which the user named the path."""
     folder = path.absolute().parent
@@ -206,7 +214,7 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
         return "terminated by SIGTERM", EXIT_TERMINATED
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", EXIT_INTERRUPTED
-    if not isinstance(error, OSError) or error.errno not in _PATH_ERRORS | _MACHINE_ERRORS:
+    if not isinstance(error, OSError) or not is_of_machine(error):
         return None
     name = error.filename or ("the current folder" if error.errno == errno.ENOENT else "")
     what = f"{str(name)[:200]}: {error.strerror}" if name else str(error.strerror)

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from nemo_specrollout.cli.check import read_nemo_rl_config
-from nemo_specrollout.cli.command_line import EXIT_FAILED
+from nemo_specrollout.cli.command_line import EXIT_FAILED, is_of_machine
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.run_length import is_complete, newest_step
 from nemo_specrollout.cli.run_owner import EXIT_LOST, watch
@@ -49,9 +49,11 @@ def run(parsed: argparse.Namespace) -> int:
     began, first_step = time.monotonic(), newest_step(tree)
     try:
         run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
-    except (ConfigError, OSError, ModuleNotFoundError):  # the command line turns these into a sentence
+    except (ConfigError, ModuleNotFoundError):  # the command line turns these into a sentence
         raise
     except Exception as error:
+        if isinstance(error, OSError) and is_of_machine(error):  # and these
+            raise
         traceback.print_exc()
         print(f"nemo-specrollout: {_how_to_go_on(tree)}", file=sys.stderr, flush=True)
         return EXIT_LOST if is_loss_of_a_process(error) else EXIT_FAILED

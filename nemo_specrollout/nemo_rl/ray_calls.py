@@ -80,9 +80,11 @@ def is_loss_of_a_process(error: BaseException | None) -> bool:
     """Returns whether an error came from a lost or unreachable process or node, and not from the program itself.
 
     An `RpcError` counts as such an error. It comes from Ray, or from gRPC itself if NeMo-RL was asking Ray for the memory of
-    all nodes.
+    all nodes. A TimeoutError counts too, because the trainer raises it if an engine dies while it receives the weights.
     """
-    lost = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
+    lost = (
+        ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, TimeoutError
+    )  # fmt: skip
     seen = set[int]()
     while error is not None and id(error) not in seen:
         if isinstance(error, lost) or any(kind.__name__ == "RpcError" for kind in type(error).__mro__):
