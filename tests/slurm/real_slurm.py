@@ -288,7 +288,7 @@ class RealSlurm:
         """Returns what `scontrol show job` says of a job, by its names."""
         done = self.command(["scontrol", "--oneliner", "show", "job", job_id])
         if done.returncode != 0:
-            raise RuntimeError(done.stderr)
+            raise RuntimeError(f"scontrol ended with {done.returncode}: {done.stderr}")
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
     def wait_for_state(self, job_id: str, *states: str) -> dict[str, str]:
