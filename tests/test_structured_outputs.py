@@ -87,4 +87,5 @@ def test_drafts_change_no_token(
                     for a, b in zip(x.logprobs, y.logprobs, strict=True))  # fmt: skip
             assert max(gaps) < 1e-4
         assert [r.token_ids for r in together(engine, form)] == [r.token_ids for r in together(plain, form)]
-    assert engine.stats().num_proposed > 100, "too few drafts for this test to show anything"
+    if block.budget.policy == "fixed":  # otherwise a busy machine decides how many drafts pay
+        assert engine.stats().num_proposed > 100, "too few drafts for this test to show anything"
