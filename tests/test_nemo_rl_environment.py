@@ -258,6 +258,25 @@ def test_an_error_of_an_actor_is_shown_whole_even_if_it_is_of_the_system(tmp_pat
     assert done.stderr.splitlines()[-1].endswith("the same command goes on after its newest checkpoint, step 2")
 
 
+def test_a_driver_that_calls_ray_when_it_ends_does_not_start_ray_again(tmp_path: Path) -> None:
+    """A policy of NeMo-RL does so in `__del__`, after Ray has ended. A Ray that starts then lets the driver hang."""
+    policy = """
+import atexit
+
+def shuts_down():
+    import ray
+    try:
+        ray.put(1)
+    except ray.exceptions.RaySystemError:
+        print("Ray is not there")
+
+atexit.register(shuts_down)
+"""
+    done = run_a_script(tmp_path, SCRIPT + "    raise RuntimeError('a node is lost')\n" + policy, 2)
+    assert done.returncode == 1
+    assert done.stdout.endswith("Ray is not there\n")
+
+
 def test_a_lost_process_is_told_from_an_error_of_the_program() -> None:
     from ray import exceptions
 

@@ -43,6 +43,9 @@ def run(parsed: argparse.Namespace) -> int:
     for finding in findings:
         print(f"{finding.kind}: {finding}")
     watch(os.environ)
+    # NeMo-RL's policy calls its workers once more when the interpreter ends. Ray is gone by then, but would start again, and
+    # wait forever for a thread that the interpreter does not start any more.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     from nemo_specrollout.nemo_rl.native_script import run as run_nemo_rl
     from nemo_specrollout.nemo_rl.ray_calls import is_loss_of_a_process
 
