@@ -3,7 +3,7 @@
 
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,11 +28,11 @@ def processes_of_ray() -> list[str]:
 
 
 @pytest.fixture
-def folders(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
-    """Returns a function that lists the folders of Ray, which are in a folder of this test."""
-    base = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", str(base))
-    return lambda: list(base.glob("ray-*"))
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Path]]]:
+    """Returns a function that lists the folders of Ray, which are in a folder of this test. Its path must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        monkeypatch.setattr(tempfile, "tempdir", base)
+        yield lambda: list(Path(base).glob("ray-*"))
 
 
 def starts_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[list[str]]:
