@@ -156,7 +156,7 @@ class Program:
         return f"{where}; in the checkout: {fix}", EXIT_BAD_INPUT
 
 
-def is_of_machine(error: OSError) -> bool:
+def is_shown_as_sentence(error: OSError) -> bool:
     """Returns whether an error is about a path that the user named, a disk, or a wait that was too long.
 
     `Program.run` turns such an error into a sentence. An error that came from another process has no number, so it is none.
@@ -214,7 +214,7 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
         return "terminated by SIGTERM", EXIT_TERMINATED
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", EXIT_INTERRUPTED
-    if not isinstance(error, OSError) or not is_of_machine(error):
+    if not isinstance(error, OSError) or not is_shown_as_sentence(error):
         return None
     name = error.filename or ("the current folder" if error.errno == errno.ENOENT else "")
     what = f"{str(name)[:200]}: {error.strerror}" if name else str(error.strerror)

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from nemo_specrollout.cli.check import read_nemo_rl_config
-from nemo_specrollout.cli.command_line import EXIT_FAILED, is_of_machine
+from nemo_specrollout.cli.command_line import EXIT_FAILED, is_shown_as_sentence
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.run_length import is_complete, newest_step
 from nemo_specrollout.cli.run_owner import EXIT_LOST, watch
@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
     except (ConfigError, ModuleNotFoundError):  # the command line turns these into a sentence
         raise
     except Exception as error:
-        if isinstance(error, OSError) and is_of_machine(error):  # and these
+        if isinstance(error, OSError) and is_shown_as_sentence(error):  # and these
             raise
         traceback.print_exc()
         print(f"nemo-specrollout: {_how_to_go_on(tree)}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lab.local.own_ray import OwnRay, ray
-from nemo_specrollout.cli.command_line import is_of_machine
+from nemo_specrollout.cli.command_line import is_shown_as_sentence
 
 pytestmark = pytest.mark.integration
 
@@ -71,7 +71,7 @@ def test_a_ray_that_never_starts_is_a_sentence(
     found = starts_late(monkeypatch, 3)
     with pytest.raises(TimeoutError, match=f"Ray has not started in 3 tries.*too busy .{LATE}") as error:
         OwnRay()
-    assert is_of_machine(error.value), "the command line shows only the sentence"
+    assert is_shown_as_sentence(error.value), "the command line shows only the sentence"
     assert found == [["gcs_server", "raylet"]] * 3
     assert not processes_of_ray() and not folders()
 
