@@ -18,6 +18,9 @@ FIXED = "fixed"
 rows."""
 # The rows that show what each kind of drafter is worth without the others.
 TEXT_ALONE, HEAD_ALONE, MODEL_ALONE = "ours, text drafters", "ours, head alone", "ours, draft model alone"
+# Plain decoding once more, in the engine that starts last. How far its speed is from that of `plain` shows how far the other
+# rows' figures can be trusted.
+CONTROL = "control"
 # Matches have 2 to 5 tokens, as in the n-gram rows of the papers. vLLM's default needs 5 and finds almost nothing here.
 _LOOKUP = {"method": TEXT_METHOD, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
@@ -50,7 +53,7 @@ class BenchRow:
 
 
 def bench_rows(config: RunConfig) -> list[BenchRow]:
-    """Returns the rows that the config requests in `bench.rows`, or all rows if this is empty.
+    """Returns the rows that the config requests in `bench.rows`, or all rows but `control` if this is empty.
 
     An entry of `bench.rows` requests each row whose name begins with it. Raises ConfigError for an entry that requests no row.
     """
@@ -60,7 +63,7 @@ def bench_rows(config: RunConfig) -> list[BenchRow]:
         if not any(row.name.startswith(prefix) for row in rows):
             names = ", ".join(row.name for row in rows)
             raise ConfigError(f"bench.rows: no row begins with {prefix!r}; there are: {names}")
-    return [r for r in rows if not wanted or r.kind == PLAIN or r.name.startswith(wanted)]
+    return [r for r in rows if r.name == PLAIN or (r.name.startswith(wanted) if wanted else r.name != CONTROL)]
 
 
 def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]:
@@ -68,7 +71,7 @@ def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]
 
     If `at_a_time` is 0, there is one group.
     """
-    plain = next(row for row in rows if row.kind == PLAIN)
+    plain = next(row for row in rows if row.name == PLAIN)
     others = [row for row in rows if row is not plain]
     if not at_a_time or len(rows) <= at_a_time:
         return [list(rows)]
@@ -103,6 +106,7 @@ def _all_rows(config: RunConfig) -> Iterator[BenchRow]:
             yield _fixed(f"vLLM's {drafter.type} probabilistic k={k}", stock, sampled)
         yield from _ours_apart(ours, block, drafter)
     yield BenchRow(OURS, OURS, replace(ours, specrollout=block))
+    yield replace(plain, name=CONTROL)
 
 
 def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: ModelDrafterConfig) -> Iterator[BenchRow]:

@@ -47,8 +47,8 @@ class BenchConfig:
     """Numbers of draft tokens per engine step. Each method with a fixed number of drafts gets a row for each of these
     numbers."""
     rows: tuple[str, ...] = ()
-    """Rows of the table to measure, given by the beginnings of their names, such as [stock, ours]. Empty means all. `plain` is
-    always measured."""
+    """Rows of the table to measure, given by the beginnings of their names, such as [stock, ours]. Empty means all but
+    `control`, which is plain decoding in a second engine and shows the noise of the machine. `plain` is always measured."""
     deepen: int = bounded(1, low=1, high=64)
     """Factor by which the number of the policy's layers is multiplied. The added layers have no effect on tokens
     (`lab/policies/deep_policy.py`). Beside a deep policy, a head costs a smaller share of the time. 1 leaves the policy as it

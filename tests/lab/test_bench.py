@@ -118,6 +118,9 @@ def test_rows_are_picked_by_how_their_names_begin() -> None:
     assert list(rows_by_name(WITH_HEAD, 'bench.rows=[stock, "vLLM\'s ngram k=1"]')) == [
         "stock", "plain", "vLLM's ngram k=1",
     ]  # fmt: skip
+    control = rows_by_name(WITH_HEAD, "bench.rows=[control]")
+    assert list(control) == ["plain", "control"]
+    assert control["control"].generation == control["plain"].generation
     with pytest.raises(ConfigError, match=r"bench\.rows: no row begins with 'suffix'; there are: stock, plain, ngram"):
         rows_by_name(WITH_HEAD, "bench.rows=[suffix]")
 
