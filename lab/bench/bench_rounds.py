@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from lab.bench.bench_rows import PLAIN, BenchRow
+from lab.bench.huge_pages import use_huge_pages
 from lab.bench.running_bins import BinnedRollout, BinnedStats
 from lab.local.engine import RolloutEngine
 from lab.local.run_config import RunConfig
@@ -58,13 +59,17 @@ class Entrant:
 
 @contextmanager
 def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entrant]]:
-    """Yields an entrant with a new engine for each row. Closes the engines at the end."""
+    """Yields an entrant with a new engine for each row, and closes the engines at the end.
+
+    Their memory is in huge pages, if the kernel has some, so that no row is faster because its engine started later.
+    """
     model = Path(config.policy.model_name)
     entrants = []
     try:
         with Progress() as bar:
             for row in bar.track(rows, description="starting engines"):
                 entrants.append(Entrant(row, RolloutEngine(model, row.generation, config.grpo.seed)))
+        use_huge_pages()
         yield entrants
     finally:
         for entrant in entrants:
