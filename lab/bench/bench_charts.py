@@ -37,8 +37,8 @@ def running_chart(rows: Sequence[Record], path: Path) -> None:
 def throughput_chart(rows: Sequence[Record], path: Path) -> None:
     """Saves a chart of tokens per second by number of running requests, as PNG and SVG.
 
-    `rows` are those of a `bench_constant.json`. The chart has three lines, which are plain decoding, the best of vLLM's own
-    modes at each batch size, and this package.
+    `rows` are those of a `bench_constant.json`. The chart has a line each for plain decoding, the best of vLLM's own modes at
+    each batch size, and this package, if `rows` has them.
     """
     _save(path, (9.0, 2.6), lambda figure: _draw_throughput(figure.subplots(), rows))
 
@@ -121,6 +121,8 @@ def _draw_throughput(ax: Axes, rows: Sequence[Record]) -> None:
     labels = []
     for label, (kind, colour) in curves.items():
         of_kind = [r for r in rows if (str(r["mode"]).startswith("vLLM") if kind == "vLLM" else r["mode"] == kind)]
+        if not of_kind:
+            continue
         by_speed = sorted(of_kind, key=lambda row: number(row, "tokens_per_s"))
         best = {int(row["batch"]): row for row in by_speed}  # the last one of a batch is the fastest
         batches = sorted(best)
@@ -132,7 +134,7 @@ def _draw_throughput(ax: Axes, rows: Sequence[Record]) -> None:
             if kind == "ours":
                 speedup = f"{number(best[batch], 'speedup_vs_plain'):.2f}x"
                 ax.annotate(speedup, (batch, y), (0, 6), textcoords="offset points", ha="center", color=dark(colour))
-    _count_requests(ax, batches)
+    _count_requests(ax, sorted({int(row["batch"]) for row in rows}))
     ax.set(xlabel="running requests", ylabel="tokens per second", ylim=(0, None))
     ax.margins(y=0.2)
     label_right(ax, labels)

@@ -291,6 +291,9 @@ def test_the_chart_of_tokens_a_second_has_plain_the_best_of_vllms_rows_and_ours(
         f"<!-- {label} -->" in texts for label in ("plain decoding", "vLLM's best method", "this package", "1.70x")
     )
     assert "1.40x" not in texts and "1.60x" not in texts
+    throughput_chart([row for row in rows if row["mode"] == "plain"], tmp_path / "bench.png")
+    texts = (tmp_path / "bench.svg").read_text()
+    assert "<!-- plain decoding -->" in texts and "<!-- this package -->" not in texts
 
 
 def test_bench_chart_of_a_row_without_numbers(tmp_path: Path) -> None:
