@@ -2,13 +2,14 @@
 """Moves the memory of this process into huge pages, so that all engines of a bench read their weights at the same speed.
 
 A process that starts gets the small pages that earlier ones have left, which lie scattered over the machine's memory. On a
-virtual machine, the engine that started first needed up to 1.12 times as long for each step as the same engine started last.
+virtual machine, a second plain engine ran at 1.07x of the first one's speed (docs/benchmarks/smollm2.md).
 """
 
-import contextlib
 import ctypes
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from typing import Any
+
+import psutil
 
 # From the kernel's include/uapi/asm-generic/mman-common.h. Linux 6.1 and later know it. Python's mmap module does not name it.
 MADV_COLLAPSE = 25
@@ -25,11 +26,9 @@ def use_huge_pages() -> int:
     Returns:
         The bytes of the mappings that are now in huge pages as a whole.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    with contextlib.suppress(OSError):  # without Linux there is no such file
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return move(large_mappings(lines), lambda at, size: int(libc.madvise(at, size, MADV_COLLAPSE)))
-    return 0
+    libc = ctypes.CDLL(None)
+    mappings = large_mappings(psutil.Process().memory_maps(grouped=False))
+    return move(mappings, lambda at, size: int(libc.madvise(at, size, MADV_COLLAPSE)))
 
 
 def move(mappings: Iterable[tuple[int, int]], madvise: Callable[[ctypes.c_void_p, ctypes.c_size_t], int]) -> int:
@@ -41,16 +40,15 @@ def move(mappings: Iterable[tuple[int, int]], madvise: Callable[[ctypes.c_void_p
     return done
 
 
-def large_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
+def large_mappings(mappings: Iterable[Any]) -> list[tuple[int, int]]:
     """Returns the address and the bytes of each large private mapping that has no file and can be written.
 
-    `lines` are those of the kernel's file `/proc/self/maps`.
+    `mappings` are those of a process, as psutil lists them.
     """
     found = []
-    for line in lines:
-        addresses, access, _, _, inode, *path = line.split(maxsplit=5)
-        start, end = (int(address, 16) for address in addresses.split("-"))
-        is_memory = access == "rw-p" and inode == "0" and (not path or path[0].startswith(("[heap]", "[anon")))
+    for mapping in mappings:
+        start, end = (int(address, 16) for address in mapping.addr.split("-"))
+        is_memory = mapping.perms == "rw-p" and mapping.path.startswith(("[heap]", "[anon"))
         if is_memory and end - start >= MIN_BYTES:
             found.append((start, end - start))
     return found

@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 
 from lab.bench.huge_pages import MIN_BYTES, large_mappings, move, use_huge_pages
 
+
+class Mapping(NamedTuple):
+    """What is read of a mapping, with psutil's names."""
+
+    addr: str
+    perms: str
+    path: str
+
+
 # 8 MB of a file, of memory that only can be read, of a shared mapping, of the stack, of the heap, of memory without a name, of
 # memory with a name, and a page.
-MAPS = """\
-7f0000000000-7f0000800000 rw-p 00000000 fe:00 123                        /usr/lib/library with a space.so
-7f0000800000-7f0001000000 r--p 00000000 00:00 0
-7f0001000000-7f0001800000 rw-s 00000000 00:01 77                         /dev/shm/block (deleted)
-7f0001800000-7f0002000000 rw-p 00000000 00:00 0                          [stack]
-7f0002000000-7f0002800000 rw-p 00000000 00:00 0                          [heap]
-7f0002800000-7f0003000000 rw-p 00000000 00:00 0
-7f0003000000-7f0003800000 rw-p 00000000 00:00 0                          [anon: glibc: malloc]
-7f0003800000-7f0003801000 rw-p 00000000 00:00 0
-""".splitlines()
+MAPS = [
+    Mapping("7f0000000000-7f0000800000", "rw-p", "/usr/lib/library with a space.so"),
+    Mapping("7f0000800000-7f0001000000", "r--p", "[anon]"),
+    Mapping("7f0001000000-7f0001800000", "rw-s", "/dev/shm/block (deleted)"),
+    Mapping("7f0001800000-7f0002000000", "rw-p", "[stack]"),
+    Mapping("7f0002000000-7f0002800000", "rw-p", "[heap]"),
+    Mapping("7f0002800000-7f0003000000", "rw-p", "[anon]"),
+    Mapping("7f0003000000-7f0003800000", "rw-p", "[anon: glibc: malloc]"),
+    Mapping("7f0003800000-7f0003801000", "rw-p", "[anon]"),
+]
 EIGHT_MB = 8 << 20
 
 
